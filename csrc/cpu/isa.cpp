@@ -1,0 +1,43 @@
+#include "cpu/isa.h"
+
+#include <cstdlib>
+#include <cstring>
+
+namespace far {
+
+FAR_DECLARE_PER_ISA(adam_step, (const AdamArgs&, const AdamSegment*, int64_t, int))
+
+namespace cpu {
+
+static Isa detect() {
+#if defined(__x86_64__)
+  Isa best = Isa::base;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
+    best = Isa::avx2;
+  if (best == Isa::avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    best = Isa::avx512;
+  const char* limit = std::getenv("FASTACTREC_ISA");  // for tests and comparisons: never raises what was detected
+  if (limit && !std::strcmp(limit, "base")) return Isa::base;
+  if (limit && !std::strcmp(limit, "avx2") && best == Isa::avx512) return Isa::avx2;
+  return best;
+#else
+  return Isa::base;
+#endif
+}
+
+Isa isa() {
+  static const Isa chosen = detect();
+  return chosen;
+}
+
+const char* isa_name() {
+  return isa() == Isa::avx512 ? "avx512" : isa() == Isa::avx2 ? "avx2" : "base";
+}
+
+void adam_step(const AdamArgs& args, const AdamSegment* segments, int64_t count, int threads) {
+  FAR_CALL_PER_ISA(adam_step, args, segments, count, threads);
+}
+
+}  // namespace cpu
+}  // namespace far

@@ -1,0 +1,379 @@
+"""Every option of every command, its default and its checks: the only home of defaults.
+
+A config is a frozen dataclass; ``cli.py`` turns it into flags and TOML. ``check()`` raises ``InputError`` naming the
+option and the cure, so that a wrong value costs no work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from .errors import InputError
+
+MIB = 1 << 20
+STREAMS = ("rgb", "flow")
+ARCHS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+
+Positional = tyro.conf.Positional
+Flag = tyro.conf.arg
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InputError(message)
+
+
+def parse_streams(text: str) -> tuple[str, ...]:
+    """``"rgb,flow"`` -> ``("rgb", "flow")``; unknown, empty or repeated names are refused."""
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        _require(name in STREAMS, f"--streams {text}: {name!r} is not one of {', '.join(STREAMS)}")
+    _require(len(set(names)) == len(names), f"--streams {text}: a stream is named twice")
+    return names
+
+
+def parse_size(text: str) -> tuple[int, int | None]:
+    """``"short:256"`` -> (256, None): the short side. ``"340x256"`` -> (340, 256): width and height exactly."""
+    if found := re.fullmatch(r"short:(\d+)", text):
+        size = (int(found[1]), None)
+    elif found := re.fullmatch(r"(\d+)x(\d+)", text):
+        size = (int(found[1]), int(found[2]))
+    else:
+        raise InputError(f"--size {text}: give short:N (short side, pixels) or WIDTHxHEIGHT, such as 340x256")
+    _require(all(16 <= side <= 8192 for side in size if side is not None), f"--size {text}: sides are 16 to 8192 pixels")
+    return size
+
+
+def parse_weights(text: str, streams: tuple[str, ...]) -> dict[str, float]:
+    """Fusion weights ``"rgb=1,flow=1.5"`` for the streams at hand; a stream that is not named weighs 1."""
+    weights = dict.fromkeys(streams, 1.0)
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        _require(
+            name in STREAMS and 0 <= number < float("inf"),
+            f"--fusion-weights {text}: write STREAM=NUMBER, such as rgb=1,flow=1.5",
+        )
+        if name in weights:
+            weights[name] = number
+    _require(sum(weights.values()) > 0, f"--fusion-weights {text}: all weights are zero")
+    return weights
+
+
+@dataclass(frozen=True)
+class FlowConfig:
+    """TV-L1 (Zach, Pock, Bischof 2007), with a fixed number of iterations; see ``fastactrec.tvl1``."""
+
+    tau: float = 0.25
+    """Time step of the dual update."""
+    lam: float = 0.15
+    """Weight of the data term (images in 0..255)."""
+    theta: float = 0.3
+    """Tightness of the coupling between data and smoothness."""
+    scales: int = 5
+    """Pyramid levels at most."""
+    scale_step: float = 0.8
+    """Size ratio of neighbouring levels, below 1."""
+    warps: int = 5
+    """Warps per level."""
+    iterations: int = 20
+    """Iterations per warp."""
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Turn videos or extracted frames into a pack: RGB and TV-L1 flow JPEGs, manifest, splits."""
+
+    src: Positional[Path]
+    """A class-folder tree, a CSV (path or video, label; optionally group, split, start_frame, end_frame), a folder
+    with one such CSV, a UCF101, HMDB51 or Kinetics tree, or extracted frame folders."""
+    out: Path
+    """The pack to write (a folder)."""
+    layout: Literal["auto", "csv", "classes", "ucf101", "hmdb51", "kinetics", "frames"] = "auto"
+    """What SRC is; auto detects it and says what it found."""
+    lists: Path | None = None
+    """Folder of the official split lists (UCF101, HMDB51) or the Kinetics CSV."""
+    classes: str = ""
+    """Keep only these labels, comma-separated; empty keeps all."""
+    size: str = "short:256"
+    """Frame size in pixels: short:N (short side, aspect kept) or WIDTHxHEIGHT."""
+    frame_step: int = 1
+    """Keep every n-th frame."""
+    max_frames: int = 0
+    """Keep only this many frames from the middle of longer clips (after the step); 0 keeps all."""
+    bound_px: float = 20.0
+    """Flow displacement in pixels that maps to codes 0 and 255."""
+    quality: int = 95
+    """JPEG quality of RGB and flow frames, 1 to 100."""
+    test_fraction: float = 0.3
+    """Share of clips held out for testing, by whole groups, where SRC brings no split."""
+    val_fraction: float = 0.0
+    """Share of clips held out for validation, by whole groups, where SRC brings no split."""
+    seed: int = 0
+    """Seed of the group-disjoint split."""
+    workers: int = 0
+    """Worker processes; 0 takes one per core."""
+
+    def check(self) -> None:
+        parse_size(self.size)
+        _require(self.src.exists(), f"{self.src}: no such file or folder")
+        _require(self.frame_step >= 1, f"--frame-step {self.frame_step}: must be at least 1")
+        _require(self.max_frames == 0 or self.max_frames >= 2, f"--max-frames {self.max_frames}: 0, or at least 2")
+        _require(0 < self.bound_px < 1000, f"--bound-px {self.bound_px}: must be above 0 (20 is usual)")
+        _require(1 <= self.quality <= 100, f"--quality {self.quality}: must be 1 to 100")
+        _require(self.workers >= 0, f"--workers {self.workers}: must be 0 (all cores) or more")
+        for name in ("test_fraction", "val_fraction"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"--{name.replace('_', '-')} {value}: must be in [0, 1)")
+        _require(self.test_fraction + self.val_fraction < 1, "--test-fraction and --val-fraction leave nothing to train on")
+        _require(self.lists is None or self.lists.exists(), f"--lists {self.lists}: no such file or folder")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train the streams, fuse them, evaluate, write a report. Without --data: an embedded synthetic set."""
+
+    config: Path | None = None
+    """TOML file of these options (see fastactrec/recipes), or the name of a recipe; flags override it."""
+    data: Path | None = None
+    """Pack to train on (see prepare). Without it, a synthetic set is made and prepared first."""
+    run: Path | None = None
+    """Run folder; ./runs/NAME without it."""
+    name: str = ""
+    """NAME of the run folder; the pack's name (or synthetic) without it, numbered when taken."""
+    resume: bool = False
+    """Continue the run if there is something to continue, else start it."""
+    streams: str = "rgb,flow"
+    """Networks to train, in order: rgb, flow."""
+    split: str = "default"
+    """Split of the pack (splits/NAME.csv)."""
+    arch: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"] = "resnet18"
+    """torchvision ResNet of every stream."""
+    base_width: int = 64
+    """Channels of the first stage (64 is the standard network)."""
+    init_rgb: Path | None = None
+    """safetensors file of an RGB stream to start from (head replaced when the classes differ)."""
+    init_flow: Path | None = None
+    """safetensors file of a flow stream to start from (head replaced when the classes differ)."""
+    flow_length: int = 5
+    """Flow frames per stack; the network sees twice as many channels."""
+    segments: int = 3
+    """Segments per clip in training (TSN); their scores are averaged."""
+    crop: int = 224
+    """Side of the square network input, pixels."""
+    scales: str = "1,0.875,0.75,0.66"
+    """Multi-scale corner crops: sides relative to the frame's short side."""
+    flip: bool = True
+    """Mirror half of the training samples (x flow negated)."""
+    dropout: float = 0.5
+    """Dropout before the classifier."""
+    epochs: int = 30
+    """Passes over the training clips, per stream."""
+    batch: int = 16
+    """Clips per rank and step."""
+    lr: float = 1e-3
+    """Peak learning rate of Adam; cosine to zero after the warm-up."""
+    warmup_epochs: float = 1.0
+    """Linear learning-rate warm-up, epochs."""
+    weight_decay: float = 1e-4
+    """Weight decay of weights (not of biases and norms)."""
+    decoupled: bool = True
+    """Decoupled weight decay (AdamW)."""
+    label_smoothing: float = 0.1
+    """Label smoothing of the cross entropy."""
+    clip_norm: float = 20.0
+    """Clip the gradient's global norm; 0 does not."""
+    sync: Literal["auto", "none", "ddp", "kavg"] = "auto"
+    """How ranks stay together: ddp (gradients every step), kavg (parameters every PERIOD steps), none (one rank
+    only). auto: kavg when distributed."""
+    period: int = 8
+    """Steps between parameter averagings (K)."""
+    moments: Literal["local", "mean", "desloc", "reset"] = "desloc"
+    """What happens to Adam's moments at averagings."""
+    bucket_mib: int = 25
+    """Size of a flat bucket, MiB."""
+    test_segments: int = 25
+    """Segments per clip in the final evaluation."""
+    test_crops: Literal[1, 5, 10] = 10
+    """Crops per segment in the final evaluation."""
+    fusion_weights: str = "rgb=1,flow=1.5"
+    """Weights of the streams' scores."""
+    fusion: Literal["logits", "softmax"] = "logits"
+    """Fuse the scores before or after the softmax."""
+    workers: int = 2
+    """Decoding threads per rank."""
+    log_every: int = 10
+    """Steps between logged lines."""
+    seed: int = 0
+    """Seed of initialisation, order and augmentation."""
+    deterministic: bool = False
+    """Refuse operations that are not reproducible bit for bit."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes a GPU per local rank where there are enough."""
+
+    def check(self) -> None:
+        parse_streams(self.streams)
+        parse_weights(self.fusion_weights, STREAMS)
+        parse_scales(self.scales)
+        _require(self.data is None or self.data.exists(), f"--data {self.data}: no such pack; make one with 'prepare'")
+        for name in ("init_rgb", "init_flow"):
+            path = getattr(self, name)
+            _require(path is None or path.exists(), f"--{name.replace('_', '-')} {path}: no such file")
+        for name, least in {
+            "base_width": 8, "flow_length": 1, "segments": 1, "crop": 32, "epochs": 1, "batch": 1, "period": 1,
+            "bucket_mib": 1, "test_segments": 1, "workers": 1, "log_every": 1,
+        }.items():  # fmt: skip
+            value = getattr(self, name)
+            _require(value >= least, f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        _require(0 < self.lr < 10, f"--lr {self.lr}: must be above 0 and below 10")
+        _require(self.weight_decay >= 0, f"--weight-decay {self.weight_decay}: must be 0 or more")
+        _require(0 <= self.dropout < 1, f"--dropout {self.dropout}: must be in [0, 1)")
+        _require(0 <= self.label_smoothing < 1, f"--label-smoothing {self.label_smoothing}: must be in [0, 1)")
+        _require(self.warmup_epochs >= 0, f"--warmup-epochs {self.warmup_epochs}: must be 0 or more")
+        _require(self.clip_norm >= 0, f"--clip-norm {self.clip_norm}: must be 0 (off) or more")
+        _require("/" not in self.name and self.name not in (".", ".."), f"--name {self.name}: a plain folder name")
+
+
+def parse_scales(text: str) -> tuple[float, ...]:
+    """``"1,0.875"`` -> (1.0, 0.875): each in (0, 1]."""
+    try:
+        scales = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        scales = ()
+    _require(bool(scales) and all(0 < s <= 1 for s in scales), f"--scales {text}: numbers in (0, 1], comma-separated")
+    return scales
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Test a run on a pack: per-stream and fused top-1, top-5, mean class accuracy, confusion, per-clip scores."""
+
+    run: Path
+    """Run folder of train."""
+    data: Path | None = None
+    """Pack to test on; the one the run was trained on without it."""
+    split: str = ""
+    """Split of the pack; the run's own without it."""
+    subset: Literal["test", "val", "train"] = "test"
+    """Part of the split to test on."""
+    out: Path | None = None
+    """Folder for the results; the run folder without it."""
+    test_segments: int = 0
+    """Segments per clip; 0 takes the run's own."""
+    test_crops: Literal[0, 1, 5, 10] = 0
+    """Crops per segment; 0 takes the run's own."""
+    fusion_weights: str = ""
+    """Weights of the streams' scores; empty takes the run's own."""
+    fusion: Literal["", "logits", "softmax"] = ""
+    """Fuse before or after the softmax; empty takes the run's own."""
+    workers: int = 2
+    """Decoding threads per rank."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+
+    def check(self) -> None:
+        _require(self.run.is_dir(), f"--run {self.run}: no such run folder")
+        _require(self.data is None or self.data.exists(), f"--data {self.data}: no such pack; make one with 'prepare'")
+        _require(self.test_segments >= 0, f"--test-segments {self.test_segments}: must be 0 (the run's own) or more")
+        _require(self.workers >= 1, f"--workers {self.workers}: must be at least 1")
+        if self.fusion_weights:
+            parse_weights(self.fusion_weights, STREAMS)
+
+
+@dataclass(frozen=True)
+class PredictConfig:
+    """Label videos with a trained run."""
+
+    run: Annotated[Path, Flag(help="Run folder of train.")]
+    clips: Positional[tuple[Path, ...]]
+    """Video files."""
+    top: int = 5
+    """Labels to print per clip."""
+    json: bool = False
+    """Print one JSON object per clip instead of text."""
+    overlay: Path | None = None
+    """Write the clip with its labels and flow drawn to this MP4 (a folder when there are several clips)."""
+    test_segments: int = 0
+    """Segments per clip; 0 takes the run's own."""
+    test_crops: Literal[0, 1, 5, 10] = 0
+    """Crops per segment; 0 takes the run's own."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+
+    def check(self) -> None:
+        _require(self.run.is_dir(), f"--run {self.run}: no such run folder")
+        _require(bool(self.clips), "predict: name at least one video file")
+        _require(self.top >= 1, f"--top {self.top}: must be at least 1")
+        _require(self.test_segments >= 0, f"--test-segments {self.test_segments}: must be 0 (the run's own) or more")
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Write one self-contained HTML page for a run, or a comparison of several."""
+
+    runs: Positional[tuple[Path, ...]]
+    """Run folders."""
+    out: Path | None = None
+    """HTML file; report.html in the run folder (or ./comparison.html for several) without it."""
+
+    def check(self) -> None:
+        _require(bool(self.runs), "report: name at least one run folder")
+        for run in self.runs:
+            _require(run.is_dir(), f"{run}: no such run folder")
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Say what this machine has, which kernels were built, and what is wrong with a pack or data folder."""
+
+    data: Path | None = None
+    """Pack to check: manifest, shards, every JPEG header, counts, labels, splits."""
+
+    def check(self) -> None:
+        _require(self.data is None or self.data.exists(), f"--data {self.data}: no such file or folder")
+
+
+def to_table(config) -> dict:
+    """A flat TOML-ready table: paths as text, None left out."""
+    table = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is not None and field.name != "config":
+            table[field.name] = str(value) if isinstance(value, Path) else value
+    return table
+
+
+def from_table(cls, table: dict, where: str):
+    """The config a TOML table describes, over ``cls``'s defaults; unknown keys and wrong types are refused."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    values = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        _require(name in fields, f"{where}: unknown option {key!r}")
+        values[name] = _convert(value, str(fields[name].type), f"{where}: {key}")
+    return cls(**values)
+
+
+def _convert(value, annotation: str, what: str):
+    kinds = {"bool": bool, "int": int, "float": (int, float), "str": str}
+    base = annotation.removesuffix(" | None")
+    if base == "Path":
+        _require(isinstance(value, str), f"{what} must be a path in quotes, not {value!r}")
+        return Path(value)
+    if base.startswith("Literal["):
+        choices = [part.strip().strip("\"'") for part in base[len("Literal[") : -1].split(",")]
+        _require(str(value) in choices, f"{what} = {value!r} is not one of {', '.join(choices)}")
+        return value
+    _require(base in kinds, f"{what} cannot be set in a file")
+    right = isinstance(value, kinds[base]) and (base == "bool" or not isinstance(value, bool))
+    _require(right, f"{what} must be {base}, not {value!r}")
+    return float(value) if base == "float" else value
