@@ -7,7 +7,6 @@ one line on stderr; 1 failure at run time.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import io
 import os
@@ -24,6 +23,7 @@ from .config import (
     ReportConfig,
     TrainConfig,
     from_table,
+    load_toml,
 )
 from .errors import FastactrecError, InputError
 
@@ -35,20 +35,6 @@ COMMANDS = {
     "report": ReportConfig,
     "doctor": DoctorConfig,
 }
-
-
-def load_toml(path: Path) -> dict:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not valid TOML: {error}") from error
 
 
 def _config_file(argv: list[str]) -> Path | None:
@@ -72,7 +58,10 @@ def parse(command: str, argv: list[str]):
 
     cls = COMMANDS[command]
     default = None
-    if any(field.name == "config" for field in dataclasses.fields(cls)) and (path := _config_file(argv)):
+    path = _config_file(argv) if cls is TrainConfig else None
+    if cls is TrainConfig and path is None and not any(re.match("--data(=|$)", word) for word in argv):
+        path = Path("synthetic")  # the embedded default has settings of its own
+    if path is not None:
         path = _find_recipe(path)
         default = from_table(cls, load_toml(path), str(path))
     errors = io.StringIO()

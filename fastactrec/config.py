@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -342,6 +343,20 @@ class DoctorConfig:
         _require(self.data is None or self.data.exists(), f"--data {self.data}: no such file or folder")
 
 
+def load_toml(path: Path) -> dict:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid TOML: {error}") from error
+
+
 def to_table(config) -> dict:
     """A flat TOML-ready table: paths as text, None left out."""
     table = {}
@@ -377,3 +392,16 @@ def _convert(value, annotation: str, what: str):
     right = isinstance(value, kinds[base]) and (base == "bool" or not isinstance(value, bool))
     _require(right, f"{what} must be {base}, not {value!r}")
     return float(value) if base == "float" else value
+
+
+RGB_MEAN, RGB_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Normalisation of RGB in 0..1: torchvision's ImageNet statistics."""
+FLOW_STD_OF_RANGE = 0.226
+"""Normalisation of flow: pixels over this share of the coded range (TSN's 0.226 of 255 codes); the mean is zero."""
+
+
+def normalisation(stream: str, bound_px: float) -> dict:
+    """``mean`` and ``std`` of a stream's input, as ``decode_frames`` and ``decode_flow`` take them."""
+    if stream == "rgb":
+        return {"mean": RGB_MEAN, "std": RGB_STD}
+    return {"mean": 0.0, "std": FLOW_STD_OF_RANGE * 2 * bound_px}

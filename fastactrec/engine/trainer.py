@@ -1,0 +1,277 @@
+"""The training loop of one stream.
+
+What a step computes depends only on (seed, stream, epoch, step, rank) and the state at its start: order and
+augmentation come from the loader that way, the learning rate is a formula of the step, dropout is seeded per step. So
+a checkpoint needs no generator state, and a resumed run continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..config import MIB, STREAMS, TrainConfig, normalisation, parse_scales
+from ..data.loader import TestLoader, TrainLoader
+from ..data.pack import Pack
+from ..errors import FastactrecError, InputError
+from ..files import atomic_path
+from ..models.streams import StreamSpec, build_stream, parameter_groups, save_stream, start_from
+from ..optim.adam import FusedAdam
+from ..optim.averaging import ParameterAverager
+from ..optim.buckets import FlatBuckets
+from ..phases import COMPUTE, PhaseRecorder
+from ..progress import say, track
+from .checkpoint import load_checkpoint, save_checkpoint
+from .metrics import topk
+from .run_folder import RunFolder
+from .scoring import score_clips
+from .world import World
+
+
+def stream_spec(config: TrainConfig, stream: str, classes: list[str]) -> StreamSpec:
+    """The network that ``config`` asks for."""
+    return StreamSpec(stream, config.arch, config.base_width, config.flow_length, tuple(classes))
+
+
+def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
+    """Linear warm-up to the peak, then a cosine to zero at the end of the last epoch."""
+    warmup = config.warmup_epochs * steps_per_epoch
+    total = config.epochs * steps_per_epoch
+    if step < warmup:
+        return config.lr * (step + 1) / (warmup + 1)
+    return config.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total - warmup, 1)))
+
+
+class StreamTrainer:
+    """Trains one stream of a run and leaves its weights in the run folder."""
+
+    def __init__(self, config: TrainConfig, stream: str, pack: Pack, world: World, run: RunFolder):
+        self.config, self.stream, self.pack, self.world, self.run = config, stream, pack, world, run
+        parts = pack.split(config.split)
+        if not parts["train"]:
+            raise InputError(f"{pack.path}: split {config.split!r} has no training clips")
+        if world.size > len(parts["train"]):
+            raise InputError(
+                f"{world.size} ranks, but only {len(parts['train'])} training clips in {pack.path}: use fewer ranks"
+            )
+        common = {
+            "modality": stream,
+            "flow_length": config.flow_length,
+            "crop": config.crop,
+            "rank": world.rank,
+            "world": world.size,
+            "workers": config.workers,
+            **normalisation(stream, pack.bound_px),
+        }
+        self.loader = TrainLoader(
+            pack,
+            parts["train"],
+            segments=config.segments,
+            scales=parse_scales(config.scales),
+            flip=config.flip,
+            batch=config.batch,
+            seed=config.seed,
+            **common,
+        )
+        self.val_loader = TestLoader(pack, parts["val"], segments=config.segments, crops=1, **common) if parts["val"] else None
+        self.spec = stream_spec(config, stream, pack.classes)
+        self.model = build_stream(self.spec, config.dropout, config.seed)
+        init: Path | None = getattr(config, f"init_{stream}")
+        if init is not None:
+            fresh = start_from(self.model, init)
+            say(f"{stream}: started from {init}; freshly initialised: {', '.join(fresh) or 'nothing'}")
+        self.model.to(world.device, memory_format=torch.channels_last)
+        world.broadcast_model(self.model)
+        self.buckets = FlatBuckets(
+            self.model, bucket_bytes=config.bucket_mib * MIB, groups=parameter_groups(self.model, config.weight_decay)
+        )
+        self.optimizer = FusedAdam(self.buckets, lr=config.lr, decoupled=config.decoupled)
+        sync = ("kavg" if world.distributed else "none") if config.sync == "auto" else config.sync
+        self.averager = (
+            ParameterAverager(self.optimizer, period=config.period, moments=config.moments) if sync == "kavg" else None
+        )
+        self.recorder = PhaseRecorder()
+        self.network: nn.Module = self.model
+        self.last_bucket_ready_s = 0.0
+        if sync == "ddp" and world.distributed:
+            self.network = DistributedDataParallel(self.model)
+            self.network.register_comm_hook(None, self._all_reduce_gradients)
+
+    def _all_reduce_gradients(self, _state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's own averaging, noting when the last bucket was ready: what follows in backward is exposed."""
+        self.last_bucket_ready_s = time.perf_counter()
+        buffer = bucket.buffer().div_(self.world.size)
+        return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+
+    def fit(self, events) -> None:
+        """Train from the last checkpoint (or the start) to the last epoch and write the weights.
+
+        Args:
+            events: a TensorBoard SummaryWriter, or None on ranks above 0.
+        """
+        start_epoch = self._resume()
+        for epoch in range(start_epoch, self.config.epochs):
+            record = self._epoch(epoch)
+            if self.world.rank == 0:
+                self.run.log(record)
+                for name in ("loss", "top1", "val_top1", "lr"):
+                    if name in record:
+                        events.add_scalar(f"{self.stream}/{name}", record[name], epoch)
+                events.flush()
+                save_checkpoint(self.run.checkpoint_path(self.stream), self._state(epoch + 1))
+                val = f", val {record['val_top1']:.3f}" if "val_top1" in record else ""
+                say(
+                    f"{self.stream} epoch {epoch + 1}/{self.config.epochs}: loss {record['loss']:.4f}, "
+                    f"train top-1 {record['top1']:.3f}{val}, {record['clips_per_s']:.1f} clips/s"
+                )
+        if self.world.rank == 0:
+            with atomic_path(self.run.weights_path(self.stream)) as temporary:
+                save_stream(self.model, temporary)
+
+    def _resume(self) -> int:
+        path = self.run.checkpoint_path(self.stream)
+        if not path.is_file():
+            if self.world.rank == 0:
+                self.run.forget_after(self.stream, 0)
+            return 0
+        state = load_checkpoint(path, dataclasses.asdict(self.spec))
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.averager is not None and state["averager"] is not None:
+            self.averager.load_state_dict(state["averager"])
+        if self.world.rank == 0:
+            self.run.forget_after(self.stream, state["epoch"])
+        ranks = state["ranks"]
+        changed = "" if ranks == self.world.size else f", {ranks} ranks before, {self.world.size} now"
+        say(f"{self.stream}: continuing at epoch {state['epoch'] + 1}{changed}")
+        return state["epoch"]
+
+    def _state(self, next_epoch: int) -> dict:
+        return {
+            "spec": dataclasses.asdict(self.spec),
+            "epoch": next_epoch,
+            "ranks": self.world.size,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "averager": None if self.averager is None else self.averager.state_dict(),
+        }
+
+    def _epoch(self, epoch: int) -> dict:
+        start = time.perf_counter()
+        self.network.train()
+        sums = {"loss": 0.0, "hits": 0.0, "samples": 0.0}
+        seconds = {"data": 0.0, "compute": 0.0, "comm": 0.0}
+        steps = self.loader.steps_per_epoch
+        batches = track(self.loader.epoch(epoch), f"{self.stream} epoch {epoch + 1}", total=steps)
+        for step, batch in enumerate(self._timed(batches)):
+            record = self._step(epoch, step, batch)
+            for name in sums:
+                sums[name] += record[name]
+            for name in seconds:
+                seconds[name] += record[f"{name}_s"]
+            if self.world.rank == 0 and (step % self.config.log_every == 0 or step == steps - 1):
+                n = record["samples"]
+                self.run.log({**record, "loss": record["loss"] / n, "hits": record["hits"] / n})
+        self._synchronise(seconds)
+        totals = self.world.sum(torch.tensor([sums["loss"], sums["hits"], sums["samples"]], dtype=torch.float64)).tolist()
+        elapsed, data_s, compute_s, comm_s = self.world.max(
+            [time.perf_counter() - start, seconds["data"], seconds["compute"], seconds["comm"]]
+        )
+        result = {
+            "kind": "epoch",
+            "stream": self.stream,
+            "epoch": epoch,
+            "loss": totals[0] / totals[2],
+            "top1": totals[1] / totals[2],
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "seconds": elapsed,
+            "data_s": data_s,
+            "compute_s": compute_s,
+            "exposed_comm_s": comm_s,
+            "clips_per_s": totals[2] / elapsed,
+        }
+        if self.val_loader is not None:
+            scores, labels = score_clips(self.model, self.val_loader, self.world)
+            result["val_top1"] = topk(scores, labels, 1)
+        return result
+
+    def _timed(self, batches: Iterable):
+        """The batches, with the wait for each recorded as the data phase."""
+        iterator = iter(batches)
+        while True:
+            self.recorder.reset()
+            with self.recorder.phase("data"):
+                batch = next(iterator, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _step(self, epoch: int, step: int, batch) -> dict:
+        config, recorder, device = self.config, self.recorder, self.world.device
+        # torch's generator drives dropout: a function of the step, not of history
+        entropy = [config.seed, STREAMS.index(self.stream), epoch, step, self.world.rank]
+        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1))
+        lr = learning_rate(config, epoch * self.loader.steps_per_epoch + step, self.loader.steps_per_epoch)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        with recorder.phase("h2d"):
+            inputs = batch.inputs.to(device, non_blocking=True)
+            labels = batch.labels.to(device, non_blocking=True)
+        with recorder.phase("forward"):
+            scores = self.network(inputs)
+            loss = nn.functional.cross_entropy(scores, labels, label_smoothing=config.label_smoothing)
+        with recorder.phase("backward"):
+            loss.backward()
+        exposed_s = 0.0
+        if self.network is not self.model:
+            exposed_s = recorder.intervals("backward")[-1, 1] - self.last_bucket_ready_s
+        with recorder.phase("optimizer"):
+            if config.clip_norm:
+                self.buckets.clip_grad_norm(config.clip_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if self.averager is not None:
+            with recorder.phase("averaging"):
+                self.averager.step(samples=len(labels))
+        value = loss.item()
+        if not math.isfinite(value):
+            raise FastactrecError(
+                f"{self.stream}: the loss became {value} in epoch {epoch + 1}, step {step + 1}; lower --lr "
+                f"(the last checkpoint in {self.run.path} is intact)"
+            )
+        seconds = recorder.totals()
+        exposed_s += seconds.get("averaging", 0.0)
+        in_backward = exposed_s - seconds.get("averaging", 0.0)
+        return {
+            "kind": "step",
+            "stream": self.stream,
+            "epoch": epoch,
+            "step": step,
+            "loss": value * len(labels),
+            "hits": float((scores.argmax(1) == labels).sum()),
+            "lr": lr,
+            "samples": len(labels),
+            "data_s": seconds["data"] + seconds["h2d"],
+            "compute_s": sum(seconds[name] for name in COMPUTE) - in_backward,
+            "comm_s": exposed_s,
+            "time": time.time(),
+        }
+
+    def _synchronise(self, seconds: dict[str, float]) -> None:
+        """Make all ranks one again: before evaluation and checkpoints the replicas must not differ."""
+        start = time.perf_counter()
+        if self.averager is not None:
+            self.averager.average_all()
+        elif self.world.distributed:  # DDP keeps parameters equal, but each rank has its own batch statistics
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, src=0)
+        seconds["comm"] += time.perf_counter() - start

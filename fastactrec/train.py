@@ -1,0 +1,126 @@
+"""``train``: streams one after the other, then the test protocol and the report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from . import cli, prepare, report
+from .config import PrepareConfig, ReportConfig, TrainConfig, parse_streams, parse_weights
+from .data.pack import Pack, open_pack
+from .data.synthetic import make_synthetic
+from .engine.evaluation import Protocol, describe, evaluate, write_results
+from .engine.run_folder import RunFolder
+from .engine.trainer import StreamTrainer
+from .engine.world import World, open_world
+from .progress import say
+
+
+def run(config: TrainConfig) -> None:
+    start = time.monotonic()
+    one_rank_only = "--sync none trains on one process; use --sync kavg or ddp" if config.sync == "none" else ""
+    with open_world(config.device, one_rank_only) as world:
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        run_path = _run_path(config, world)
+        folder = RunFolder(run_path)
+        config = dataclasses.replace(config, run=run_path, data=config.data and config.data.resolve())
+        pack_path = config.data or run_path / "synthetic" / "pack"
+
+        def set_up() -> None:
+            if config.data is not None:
+                _open_for(config, pack_path)  # a wrong pack must not leave a run folder behind
+            folder.start(config)
+            if config.data is None:
+                _make_synthetic_pack(run_path / "synthetic", config.seed)
+
+        world.on_rank_zero(set_up)
+        pack = _open_for(config, pack_path)
+        streams = parse_streams(config.streams)
+        for stream in streams:
+            _train_stream(config, stream, pack, world, folder)
+        _test_and_report(config, streams, pack, world, folder)
+        if world.rank == 0:
+            print(f"finished in {time.monotonic() - start:.0f} s: {run_path / 'report.html'}")
+
+
+def _run_path(config: TrainConfig, world: World) -> Path:
+    """The run folder, the same on every rank: --run, or runs/NAME, numbered when taken."""
+    path = config.run
+    if path is None:
+        stem = config.name or (config.data.resolve().name if config.data else "synthetic")
+        path = Path("runs") / stem
+        if not config.name:
+            number = 1
+            taken = path
+            while taken.exists():
+                path, number = taken, number + 1
+                taken = Path("runs") / f"{stem}-{number}"
+            if not config.resume or not path.exists():
+                path = taken
+    paths = [str(path.resolve())]
+    if world.distributed:
+        dist.broadcast_object_list(paths, src=0)
+    return Path(paths[0])
+
+
+def _open_for(config: TrainConfig, path: Path) -> Pack:
+    pack = open_pack(path)
+    pack.split(config.split)  # raises when the split does not exist
+    return pack
+
+
+def _make_synthetic_pack(folder: Path, seed: int) -> None:
+    videos = folder / "videos"
+    if not (videos / "clips.csv").is_file():
+        make_synthetic(videos, seed=seed)
+    prepare.run(PrepareConfig(src=videos, out=folder / "pack", size="64x64"))
+
+
+def _train_stream(config: TrainConfig, stream: str, pack: Pack, world: World, folder: RunFolder) -> None:
+    if folder.weights_path(stream).is_file():
+        say(f"{stream}: finished already")
+        return
+    trainer = StreamTrainer(config, stream, pack, world, folder)
+    with contextlib.ExitStack() as stack:
+        events = None
+        if world.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and of no use to other ranks
+
+            events = stack.enter_context(SummaryWriter(str(folder.path / "events"), purge_step=None))
+        trainer.fit(events)
+    world.on_rank_zero(lambda: None)  # the weights are on disk before any rank reads them
+
+
+def _test_and_report(config: TrainConfig, streams, pack: Pack, world: World, folder: RunFolder) -> None:
+    protocol = Protocol(
+        segments=config.test_segments,
+        crops=config.test_crops,
+        weights=parse_weights(config.fusion_weights, streams),
+        fusion=config.fusion,
+        split=config.split,
+        subset="test",
+    )
+    if not pack.split(config.split)["test"]:
+        say(f"{pack.path}: split {config.split!r} has no test clips, so nothing was evaluated")
+        return
+    models = {stream: folder.model(stream) for stream in streams}
+    clips, labels, scores = evaluate(models, pack, protocol, crop=config.crop, workers=config.workers, world=world)
+
+    def write() -> None:
+        print(describe(write_results(folder.path, folder, pack, protocol, clips, labels, scores, world)))
+        report.run(ReportConfig(runs=(folder.path,)))
+
+    world.on_rank_zero(write)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run("train"))

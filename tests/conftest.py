@@ -1,0 +1,38 @@
+"""What several test modules need: the real clips, a place to run commands from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of real clips, flow, JPEGs; tests that need it skip where it is not."""
+    root = Path(os.environ.get("FASTACTREC_DATA", REPO.parent / "shared" / "data"))
+    if not root.is_dir():
+        pytest.skip("real clips are not here: set FASTACTREC_DATA to their folder")
+    return root.resolve()
+
+
+@pytest.fixture
+def fastactrec():
+    """Runs a command as a user would: ``fastactrec("train", "--epochs", "1")`` -> CompletedProcess (text)."""
+
+    def call(*words, ranks: int = 1, timeout: float = 300, cwd: Path = REPO) -> subprocess.CompletedProcess:
+        start = [sys.executable, "-m"]
+        if ranks > 1:
+            start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+        command = [*start, f"fastactrec.{words[0]}", *map(str, words[1:])]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment, check=False
+        )
+
+    return call
