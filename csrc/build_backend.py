@@ -52,7 +52,7 @@ def use_compiler_wheels() -> None:
         home = root / "nvidia" / "cu13"
         if (home / "bin" / "nvcc").exists():
             os.environ["CUDACXX"] = str(home / "bin" / "nvcc")
-            os.environ["CUDAToolkit_ROOT"] = str(home)
+            os.environ["CUDAToolkit_ROOT"] = str(home)  # noqa: SIM112, CMake spells it so
             os.environ["LIBRARY_PATH"] = os.pathsep.join(
                 filter(None, [str(home / "lib"), os.environ.get("LIBRARY_PATH")])
             )
@@ -78,9 +78,7 @@ def get_requires_for_build_wheel(config_settings=None):
 def get_requires_for_build_editable(config_settings=None):
     from scikit_build_core import build
 
-    return build.get_requires_for_build_editable(config_settings) + (
-        CUDA_WHEELS if wants_compiler_wheels() else []
-    )
+    return build.get_requires_for_build_editable(config_settings) + (CUDA_WHEELS if wants_compiler_wheels() else [])
 
 
 def get_requires_for_build_sdist(config_settings=None):

@@ -67,9 +67,7 @@ def parse(command: str, argv: list[str]):
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            config = tyro.cli(
-                cls, args=argv, default=default, prog=f"fastactrec {command}", description=cls.__doc__
-            )
+            config = tyro.cli(cls, args=argv, default=default, prog=f"fastactrec {command}", description=cls.__doc__)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

@@ -47,7 +47,10 @@ def parse_size(text: str) -> tuple[int, int | None]:
         size = (int(found[1]), int(found[2]))
     else:
         raise InputError(f"--size {text}: give short:N (short side, pixels) or WIDTHxHEIGHT, such as 340x256")
-    _require(all(16 <= side <= 8192 for side in size if side is not None), f"--size {text}: sides are 16 to 8192 pixels")
+    _require(
+        all(16 <= side <= 8192 for side in size if side is not None),
+        f"--size {text}: sides are 16 to 8192 pixels",
+    )
     return size
 
 
@@ -135,7 +138,10 @@ class PrepareConfig:
         for name in ("test_fraction", "val_fraction"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"--{name.replace('_', '-')} {value}: must be in [0, 1)")
-        _require(self.test_fraction + self.val_fraction < 1, "--test-fraction and --val-fraction leave nothing to train on")
+        _require(
+            self.test_fraction + self.val_fraction < 1,
+            "--test-fraction and --val-fraction leave nothing to train on",
+        )
         _require(self.lists is None or self.lists.exists(), f"--lists {self.lists}: no such file or folder")
 
 
@@ -225,7 +231,10 @@ class TrainConfig:
         parse_streams(self.streams)
         parse_weights(self.fusion_weights, STREAMS)
         parse_scales(self.scales)
-        _require(self.data is None or self.data.exists(), f"--data {self.data}: no such pack; make one with 'prepare'")
+        _require(
+            self.data is None or self.data.exists(),
+            f"--data {self.data}: no such pack; make one with 'prepare'",
+        )
         for name in ("init_rgb", "init_flow"):
             path = getattr(self, name)
             _require(path is None or path.exists(), f"--{name.replace('_', '-')} {path}: no such file")
@@ -250,7 +259,10 @@ def parse_scales(text: str) -> tuple[float, ...]:
         scales = tuple(float(part) for part in text.split(","))
     except ValueError:
         scales = ()
-    _require(bool(scales) and all(0 < s <= 1 for s in scales), f"--scales {text}: numbers in (0, 1], comma-separated")
+    _require(
+        bool(scales) and all(0 < s <= 1 for s in scales),
+        f"--scales {text}: numbers in (0, 1], comma-separated",
+    )
     return scales
 
 
@@ -283,8 +295,14 @@ class EvaluateConfig:
 
     def check(self) -> None:
         _require(self.run.is_dir(), f"--run {self.run}: no such run folder")
-        _require(self.data is None or self.data.exists(), f"--data {self.data}: no such pack; make one with 'prepare'")
-        _require(self.test_segments >= 0, f"--test-segments {self.test_segments}: must be 0 (the run's own) or more")
+        _require(
+            self.data is None or self.data.exists(),
+            f"--data {self.data}: no such pack; make one with 'prepare'",
+        )
+        _require(
+            self.test_segments >= 0,
+            f"--test-segments {self.test_segments}: must be 0 (the run's own) or more",
+        )
         _require(self.workers >= 1, f"--workers {self.workers}: must be at least 1")
         if self.fusion_weights:
             parse_weights(self.fusion_weights, STREAMS)
@@ -314,7 +332,10 @@ class PredictConfig:
         _require(self.run.is_dir(), f"--run {self.run}: no such run folder")
         _require(bool(self.clips), "predict: name at least one video file")
         _require(self.top >= 1, f"--top {self.top}: must be at least 1")
-        _require(self.test_segments >= 0, f"--test-segments {self.test_segments}: must be 0 (the run's own) or more")
+        _require(
+            self.test_segments >= 0,
+            f"--test-segments {self.test_segments}: must be 0 (the run's own) or more",
+        )
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,7 @@ def run(config: EvaluateConfig) -> None:
     if not models:
         raise InputError(f"{folder.path}: no finished stream (*.safetensors); continue with train --resume")
     with open_world(config.device) as world:
-        clips, labels, scores = evaluate(
-            models, pack, protocol, crop=trained.crop, workers=config.workers, world=world
-        )
+        clips, labels, scores = evaluate(models, pack, protocol, workers=config.workers, world=world)
         out = config.out or folder.path
 
         def write() -> None:

@@ -43,12 +43,10 @@ def track(items: Iterable[T], description: str, total: int | None = None) -> Ite
 
 def _plain(items: Iterable[T], description: str, total: int | None) -> Iterator[T]:
     start = last = time.monotonic()
-    done = 0
-    for item in items:
+    for done, item in enumerate(items, 1):
         yield item
-        done += 1
         now = time.monotonic()
-        if now - last >= PLAIN_INTERVAL_S or done == total:
+        if now - last >= PLAIN_INTERVAL_S or (done == total and now - start >= PLAIN_INTERVAL_S):
             rate = done / max(now - start, 1e-9)
             left = f", {(total - done) / rate:.0f} s left" if total and done < total else ""
             say(f"{description}: {done}{f'/{total}' if total else ''} ({rate:.1f}/s{left})")

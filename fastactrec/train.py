@@ -113,7 +113,7 @@ def _test_and_report(config: TrainConfig, streams, pack: Pack, world: World, fol
         say(f"{pack.path}: split {config.split!r} has no test clips, so nothing was evaluated")
         return
     models = {stream: folder.model(stream) for stream in streams}
-    clips, labels, scores = evaluate(models, pack, protocol, crop=config.crop, workers=config.workers, world=world)
+    clips, labels, scores = evaluate(models, pack, protocol, workers=config.workers, world=world)
 
     def write() -> None:
         print(describe(write_results(folder.path, folder, pack, protocol, clips, labels, scores, world)))

@@ -19,7 +19,8 @@ def test_figures_equal_scikit_learns(classes, clips, seed):
     predicted = metrics.predictions(scores)
     everything = list(range(classes))
     np.testing.assert_array_equal(
-        metrics.confusion_matrix(predicted, labels, classes), confusion_matrix(labels, predicted, labels=everything)
+        metrics.confusion_matrix(predicted, labels, classes),
+        confusion_matrix(labels, predicted, labels=everything),
     )
     for k in (1, 2):
         expected = top_k_accuracy_score(labels, scores, k=k, labels=everything)
@@ -30,7 +31,9 @@ def test_mean_class_accuracy_leaves_out_absent_classes():
     labels = np.array([0, 0, 0, 2])
     predicted = np.array([0, 0, 1, 2])
     assert metrics.mean_class_accuracy(predicted, labels, 4) == pytest.approx((2 / 3 + 1) / 2)
-    assert metrics.mean_class_accuracy(predicted, labels, 4) == pytest.approx(balanced_accuracy_score(labels, predicted))
+    assert metrics.mean_class_accuracy(predicted, labels, 4) == pytest.approx(
+        balanced_accuracy_score(labels, predicted)
+    )
 
 
 def test_ties_go_to_the_lower_class():

@@ -21,7 +21,7 @@ from fastactrec.models.streams import (
 
 
 def spec(stream="rgb", arch="resnet18", base_width=64, flow_length=5, classes=("a", "b", "c")):
-    return StreamSpec(stream, arch, base_width, flow_length, classes)
+    return StreamSpec(stream, arch, base_width, flow_length, classes, 64, "short:64", 1, 20.0)
 
 
 @pytest.mark.parametrize("arch", ["resnet18", "resnet50"])

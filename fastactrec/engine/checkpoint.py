@@ -28,9 +28,13 @@ def load_checkpoint(path: Path, spec: dict) -> dict:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path}: not a readable checkpoint ({error}); delete it to start the stream again") from error
+        raise CheckpointError(
+            f"{path}: not a readable checkpoint ({error}); delete it to start the stream again"
+        ) from error
     if not isinstance(state, dict) or {key: state.get(key) for key in _FORMAT} != _FORMAT:
-        raise CheckpointError(f"{path}: not a fastactrec checkpoint of version {_FORMAT['version']}; choose another --run")
+        raise CheckpointError(
+            f"{path}: not a fastactrec checkpoint of version {_FORMAT['version']}; choose another --run"
+        )
     theirs = state.get("spec", {})
     for key, value in spec.items():
         if theirs.get(key) != value:

@@ -46,7 +46,6 @@ def evaluate(
     pack: Pack,
     protocol: Protocol,
     *,
-    crop: int,
     workers: int,
     world: World,
 ) -> tuple[list[int], np.ndarray, dict[str, np.ndarray]]:
@@ -63,7 +62,9 @@ def evaluate(
     scores = {}
     for stream, model in models.items():
         if list(model.spec.classes) != pack.classes:
-            raise InputError(f"{pack.path}: its classes are not those of the run's {stream} stream; give the run's own pack")
+            raise InputError(
+                f"{pack.path}: its classes are not those of the run's {stream} stream; give the run's own pack"
+            )
         loader = TestLoader(
             pack,
             clips,
@@ -71,14 +72,14 @@ def evaluate(
             segments=protocol.segments,
             crops=protocol.crops,
             flow_length=model.spec.flow_length,
-            crop=crop,
+            crop=model.spec.crop,
             rank=world.rank,
             world=world.size,
             workers=workers,
-            **normalisation(stream, pack.bound_px),
+            **normalisation(stream, model.spec.bound_px),
         )
         model.to(world.device, memory_format=torch.channels_last)
-        scores[stream], labels = score_clips(model, loader, world, f"testing {stream}")
+        scores[stream], labels = score_clips(model, loader, clips, world, f"testing {stream}")
     scores["fused"] = fuse(scores, protocol.weights, protocol.fusion)
     return clips, labels, scores
 
@@ -171,7 +172,9 @@ def _scores_csv(pack: Pack, clips: list[int], scores: dict[str, np.ndarray]) -> 
 def describe(summary: dict) -> str:
     """The result as a small table of text."""
     protocol = summary["protocol"]
-    lines = [f"{summary['clips']} {summary['subset']} clips, {protocol['segments']} segments x {protocol['crops']} crops"]
+    lines = [
+        f"{summary['clips']} {summary['subset']} clips, {protocol['segments']} segments x {protocol['crops']} crops"
+    ]
     for name, table in [*summary["streams"].items(), ("fused", summary["fused"])]:
         lines.append(f"  {name:6} top-1 {table['top1']:7.2%}   mean class {table['mean_class']:7.2%}")
     return "\n".join(lines)

@@ -95,7 +95,9 @@ class RunFolder:
         """
         if self.config_path.is_file():
             if not config.resume:
-                raise InputError(f"{self.path}: holds a run already; add --resume to continue it or choose another --run")
+                raise InputError(
+                    f"{self.path}: holds a run already; add --resume to continue it or choose another --run"
+                )
             old, new = to_table(self.config), to_table(config)
             changed = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and k not in FREE_OPTIONS]
             if changed:
@@ -107,7 +109,9 @@ class RunFolder:
         try:
             (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"{self.path}: cannot make the run folder ({error.strerror}); choose another --run") from error
+            raise InputError(
+                f"{self.path}: cannot make the run folder ({error.strerror}); choose another --run"
+            ) from error
         table = to_table(dataclasses.replace(config, resume=False))
         write_atomically(self.config_path, tomli_w.dumps(table))
 
@@ -128,7 +132,9 @@ class RunFolder:
                     records.append(json.loads(line))
             except json.JSONDecodeError:
                 if number < len(lines) - 1:
-                    raise InputError(f"{self.metrics_path}: line {number} is not JSON; restore or delete the file") from None
+                    raise InputError(
+                        f"{self.metrics_path}: line {number} is not JSON; restore or delete the file"
+                    ) from None
         return records
 
     def forget_after(self, stream: str, epoch: int) -> None:

@@ -12,19 +12,24 @@ from .world import World
 
 
 @torch.no_grad()
-def score_clips(model: StreamNet, loader: TestLoader, world: World, description: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """Logits of every clip of the loader, averaged over segments and crops.
+def score_clips(
+    model: StreamNet, loader: TestLoader, clips: list[int], world: World, description: str = ""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of every clip, averaged over segments and crops.
 
+    Args:
+        loader: this rank's share of ``clips``.
+        clips: indices into the pack, the same on every rank.
     Returns:
-        scores float64 [clips, classes] and labels int64 [clips], in the order of ``loader.clips``.
+        scores float64 [clips, classes] and labels int64 [clips], in the order of ``clips``, on every rank.
     """
     model.eval()
-    places = {clip: place for place, clip in enumerate(loader.clips)}
+    places = {clip: place for place, clip in enumerate(clips)}
     scores = torch.zeros(len(places), len(model.spec.classes), dtype=torch.float64)
     items = track(loader, description, total=len(loader)) if description else loader
     for clip, inputs in items:
         views = model(inputs.to(world.device)[:, None])  # [S * crops, classes]
         scores[places[clip]] = views.double().mean(0).cpu()
     world.sum(scores)  # every row is zero on all ranks but one
-    labels = np.array([loader.pack.clips[clip].label for clip in loader.clips], dtype=np.int64)
+    labels = np.array([loader.reader.pack.clips[clip].label for clip in clips], dtype=np.int64)
     return scores.numpy(), labels

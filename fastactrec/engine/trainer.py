@@ -37,9 +37,19 @@ from .scoring import score_clips
 from .world import World
 
 
-def stream_spec(config: TrainConfig, stream: str, classes: list[str]) -> StreamSpec:
-    """The network that ``config`` asks for."""
-    return StreamSpec(stream, config.arch, config.base_width, config.flow_length, tuple(classes))
+def stream_spec(config: TrainConfig, stream: str, pack: Pack) -> StreamSpec:
+    """The network that ``config`` asks for, fed as ``pack`` was made."""
+    return StreamSpec(
+        stream=stream,
+        arch=config.arch,
+        base_width=config.base_width,
+        flow_length=config.flow_length,
+        classes=tuple(pack.classes),
+        crop=config.crop,
+        frame_size=pack.manifest["size"],
+        frame_step=pack.manifest["frame_step"],
+        bound_px=pack.bound_px,
+    )
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
@@ -82,8 +92,9 @@ class StreamTrainer:
             seed=config.seed,
             **common,
         )
-        self.val_loader = TestLoader(pack, parts["val"], segments=config.segments, crops=1, **common) if parts["val"] else None
-        self.spec = stream_spec(config, stream, pack.classes)
+        self.val_clips = parts["val"]
+        self.val_loader = TestLoader(pack, self.val_clips, segments=config.segments, crops=1, **common)
+        self.spec = stream_spec(config, stream, pack)
         self.model = build_stream(self.spec, config.dropout, config.seed)
         init: Path | None = getattr(config, f"init_{stream}")
         if init is not None:
@@ -92,7 +103,9 @@ class StreamTrainer:
         self.model.to(world.device, memory_format=torch.channels_last)
         world.broadcast_model(self.model)
         self.buckets = FlatBuckets(
-            self.model, bucket_bytes=config.bucket_mib * MIB, groups=parameter_groups(self.model, config.weight_decay)
+            self.model,
+            bucket_bytes=config.bucket_mib * MIB,
+            groups=parameter_groups(self.model, config.weight_decay),
         )
         self.optimizer = FusedAdam(self.buckets, lr=config.lr, decoupled=config.decoupled)
         sync = ("kavg" if world.distributed else "none") if config.sync == "auto" else config.sync
@@ -182,7 +195,9 @@ class StreamTrainer:
                 n = record["samples"]
                 self.run.log({**record, "loss": record["loss"] / n, "hits": record["hits"] / n})
         self._synchronise(seconds)
-        totals = self.world.sum(torch.tensor([sums["loss"], sums["hits"], sums["samples"]], dtype=torch.float64)).tolist()
+        totals = self.world.sum(
+            torch.tensor([sums["loss"], sums["hits"], sums["samples"]], dtype=torch.float64)
+        ).tolist()
         elapsed, data_s, compute_s, comm_s = self.world.max(
             [time.perf_counter() - start, seconds["data"], seconds["compute"], seconds["comm"]]
         )
@@ -199,8 +214,8 @@ class StreamTrainer:
             "exposed_comm_s": comm_s,
             "clips_per_s": totals[2] / elapsed,
         }
-        if self.val_loader is not None:
-            scores, labels = score_clips(self.model, self.val_loader, self.world)
+        if self.val_clips:
+            scores, labels = score_clips(self.model, self.val_loader, self.val_clips, self.world)
             result["val_top1"] = topk(scores, labels, 1)
         return result
 

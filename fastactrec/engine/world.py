@@ -79,7 +79,10 @@ def open_world(device: str, one_rank_only: str = "") -> Iterator[World]:
         InputError: the device is not there, or the world size does not fit.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank, local_size = (
+        int(os.environ.get("LOCAL_RANK", "0")),
+        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
     if size > 1 and one_rank_only:
         raise InputError(f"{one_rank_only}, but WORLD_SIZE is {size}")
     gpus = torch.cuda.device_count() if device != "cpu" else 0

@@ -26,13 +26,21 @@ _FILE_FORMAT = {"format": "fastactrec-stream", "version": "1"}
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """Everything needed to rebuild a stream's network."""
+    """Everything needed to rebuild a stream's network and to feed it a video."""
 
     stream: str
     arch: str
     base_width: int
     flow_length: int
     classes: tuple[str, ...]
+    crop: int
+    """Side of the square input, pixels."""
+    frame_size: str
+    """How frames are resized first: ``config.parse_size`` reads it."""
+    frame_step: int
+    """Every n-th frame of the video."""
+    bound_px: float
+    """Flow displacement of codes 0 and 255; the input is normalised by it."""
 
     @property
     def in_channels(self) -> int:
