@@ -94,7 +94,8 @@ class FlatBuckets:
     zeroed view at once. Where somebody sets it to None, the next backward's gradient is copied into the view and the
     view put back, so ``zero_grad`` in torch's default way (None) is the fastest: a copy instead of zeroing and adding.
 
-    Building a second FlatBuckets over the same parameters takes them over from the first.
+    Building a second FlatBuckets over the same parameters takes them over from the first. Keep a reference: an optimizer
+    of this package does, torch's do not.
 
     Args:
         model_or_params: a module (then buffers are known too, which averaging needs), or what torch optimizers take:
@@ -250,10 +251,15 @@ class FlatBuckets:
     # Gradients
 
     def _catch(self, i: int):
+        reference = weakref.ref(self)  # Python's collector does not see through a tensor's hooks: no cycle here
+
         def hook(p: Tensor) -> None:
-            if p.grad is not self._grads[i]:
-                self._take(i, p)
-            self.touched[i] = True
+            buckets = reference()
+            if buckets is None:
+                return
+            if p.grad is not buckets._grads[i]:
+                buckets._take(i, p)
+            buckets.touched[i] = True
 
         return hook
 
