@@ -1,0 +1,406 @@
+"""Flat buckets: parameters, gradients and optimizer state as views of a few aligned buffers.
+
+One kernel call or all-reduce then serves a whole bucket, and nothing is packed or unpacked: a parameter's ``data`` and
+``grad`` *are* pieces of the bucket, in the parameter's own memory format.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+
+ALIGN_BYTES = 128
+ALIGN = ALIGN_BYTES // 4  # float32 elements
+NORM_CHUNK = 8192  # elements summed in float32 before double takes over, see FlatBuckets.grad_norm
+
+
+def plan_buckets(sizes: Sequence[int], capacity: int, align: int = ALIGN) -> list[list[tuple[int, int]]]:
+    """Places tensors one after the other into buckets, in order, each whole.
+
+    Args:
+        sizes: elements of each tensor, >= 0.
+        capacity: elements of a bucket; a larger tensor gets a bucket of its own, of its own size.
+        align: every tensor begins at a multiple of this many elements.
+    Returns:
+        per bucket, (index into sizes, offset in elements).
+    """
+    plan: list[list[tuple[int, int]]] = []
+    used = capacity
+    for index, size in enumerate(sizes):
+        padded = -(-size // align) * align
+        if not plan or used + padded > capacity:
+            plan.append([])
+            used = 0
+        plan[-1].append((index, used))
+        used += padded
+    return plan
+
+
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own strides where it is dense and non-overlapping (contiguous, channels_last, transposed ...),
+    else contiguous ones."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[::-1]):
+        if size != 1 and tensor.numel():
+            if stride != expected:
+                return torch.empty(tensor.shape, device="meta").stride()
+            expected *= size
+    return tensor.stride()
+
+
+def _aligned_zeros(numel: int, device: torch.device) -> Tensor:
+    raw = torch.zeros(numel + ALIGN, dtype=torch.float32, device=device)
+    skip = -raw.data_ptr() % ALIGN_BYTES // 4
+    return raw[skip : skip + numel]
+
+
+class Bucket:
+    """One flat piece of memory per kind of value, all laid out alike.
+
+    Attributes:
+        group: index of the parameter group all of its parameters belong to.
+        index: int64 [S], the parameters inside, as indices into ``FlatBuckets.params``.
+        begin, end: int64 [S], elements each one occupies; ``begin`` is a multiple of 32. Padding stays zero.
+        flat: "param", "grad" and optimizer state by name -> float32 [numel], 128-byte aligned.
+    """
+
+    def __init__(
+        self, group: int, index: list[int], begin: list[int], sizes: list[int], device: torch.device
+    ):
+        self.group = group
+        self.index = np.array(index, np.int64)
+        self.begin = np.array(begin, np.int64)
+        self.end = self.begin + np.array(sizes, np.int64)
+        self.numel = -(-int(self.end[-1]) // ALIGN) * ALIGN
+        self.device = device
+        self.flat: dict[str, Tensor] = {}
+
+    def add(self, name: str) -> None:
+        self.flat[name] = _aligned_zeros(self.numel, self.device)
+
+    def __repr__(self) -> str:
+        return (
+            f"Bucket({len(self.index)} parameters, {self.numel} elements, {self.device}, group {self.group})"
+        )
+
+
+class FlatBuckets:
+    """Makes trainable parameters and their gradients views of flat buffers.
+
+    Buckets are grouped by device and parameter group. Every trainable element is in exactly one of them; a parameter
+    used by several modules is there once; frozen parameters keep their own storage. ``.grad`` of each parameter is a
+    zeroed view at once. Where somebody sets it to None, the next backward's gradient is copied into the view and the
+    view put back, so ``zero_grad`` in torch's default way (None) is the fastest: a copy instead of zeroing and adding.
+
+    Building a second FlatBuckets over the same parameters takes them over from the first. Keep a reference: an optimizer
+    of this package does, torch's do not.
+
+    Args:
+        model_or_params: a module (then buffers are known too, which averaging needs), or what torch optimizers take:
+            parameters, (name, parameter) pairs, or parameter groups.
+        bucket_bytes: size of a bucket; a larger parameter gets its own.
+        groups: torch-style parameter groups of the module's parameters (``{"params": ..., "lr": ...}``); default: one
+            group of all parameters, frozen ones included, so that state-dict indices follow ``model.parameters()``.
+    Raises:
+        InputError: a trainable parameter is not float32, in two groups or in none; bucket_bytes < 128.
+    """
+
+    _alive: weakref.WeakSet[FlatBuckets] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        model_or_params: nn.Module | Iterable,
+        bucket_bytes: int = 25 << 20,
+        groups: Iterable[dict] | None = None,
+    ):
+        if bucket_bytes < ALIGN_BYTES:
+            raise InputError(f"bucket_bytes={bucket_bytes}: a bucket holds at least {ALIGN_BYTES} bytes")
+        self.model = model_or_params if isinstance(model_or_params, nn.Module) else None
+        self.bucket_bytes = bucket_bytes
+        self.groups, self.params, self.names = _collect(model_or_params, groups)
+        self.group_of = [g for g, group in enumerate(self.groups) for _ in group["params"]]
+        self.buckets: list[Bucket] = []
+        self.touched = np.zeros(len(self.params), bool)  # has a gradient since the last zero_grad
+        self._stale = np.zeros(len(self.params), bool)  # grad view holds values of an earlier backward
+        self.adopt_grads = False  # take assigned gradients instead of raising, as torch's optimizers do
+        self.version = 0  # counts layouts
+        self.listeners: weakref.WeakSet = weakref.WeakSet()  # their rebind() is called after each new layout
+        self._states: list[str] = []
+        self._parked: dict[str, dict[int, Tensor]] = {}  # state of frozen parameters, by name and index
+        self._home: dict[int, tuple[Bucket, int]] = {}
+        self._grads: dict[int, Tensor] = {}
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        mine = {id(p) for p in self.params}
+        for other in list(FlatBuckets._alive):
+            if any(id(p) in mine for p in other.params):
+                other.release()
+        FlatBuckets._alive.add(self)
+        self.rebuild()
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self.buckets)
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    @classmethod
+    def holding(cls, params: Iterable[Tensor]) -> FlatBuckets | None:
+        """The FlatBuckets that these parameters live in, if there is one for all that are trainable."""
+        wanted = {id(p) for p in params if p.requires_grad}
+        for buckets in cls._alive:
+            if wanted and wanted <= {id(buckets.params[i]) for i in buckets._home}:
+                return buckets
+        return None
+
+    # Layout
+
+    @torch.no_grad()
+    def rebuild(self) -> None:
+        """Lays the buckets out anew, after freezing or unfreezing parameters or moving the model.
+
+        Values, gradients and optimizer state stay; a frozen parameter's state waits for it outside the buckets.
+        """
+        for name, p in zip(self.names, self.params, strict=True):
+            if p.requires_grad and p.dtype != torch.float32:
+                raise InputError(
+                    f"{name} is {p.dtype}: flat buckets hold float32; use model.float() or freeze it"
+                )
+        old_grads, old_home = self._grads, self._home
+        old_states = {name: {i: self.view(name, i) for i in old_home} for name in self._states}
+        self._lay_out()
+        for i, p in enumerate(self.params):
+            if i in self._home:
+                view = self.view("param", i)
+                p.data = view.copy_(p.detach())
+                # .data: a version counter of its own, which tells a gradient written by hand (see settle)
+                self._grads[i] = self.view("grad", i).data
+                if p.grad is not None:
+                    self._grads[i].copy_(p.grad)
+                    self.touched[i] |= p.grad is not old_grads.get(i)
+                p.grad = self._grads[i]
+            elif i in old_home:
+                p.data = p.detach().clone(memory_format=torch.preserve_format)
+                p.grad = None
+                self.touched[i] = False
+            for name in self._states:
+                old = old_states[name].get(i, self._parked[name].pop(i, None))
+                if old is not None and i in self._home:
+                    self.view(name, i).copy_(old)
+                elif old is not None:
+                    self._parked[name][i] = old.clone()
+        self._stale[:] = False
+        self._outside = [i for i in range(len(self.params)) if i not in self._home]
+        self._written = {i: grad._version for i, grad in self._grads.items()}
+        self._watch = [(i, self.params[i], self.params[i].data_ptr(), g) for i, g in self._grads.items()]
+        self.version += 1
+        for listener in self.listeners:
+            listener.rebind()
+
+    def _lay_out(self) -> None:
+        trainable: dict[tuple, list[int]] = {}
+        for i, p in enumerate(self.params):
+            if p.requires_grad:
+                trainable.setdefault((self.group_of[i], p.device), []).append(i)
+        self.buckets, self._home, self._grads = [], {}, {}
+        self._stride = {i: _dense_stride(self.params[i]) for members in trainable.values() for i in members}
+        for (group, device), members in trainable.items():
+            for slots in plan_buckets([self.params[i].numel() for i in members], self.bucket_bytes // 4):
+                index = [members[k] for k, _ in slots]
+                begin = [offset for _, offset in slots]
+                bucket = Bucket(group, index, begin, [self.params[i].numel() for i in index], device)
+                for name in ("param", "grad", *self._states):
+                    bucket.add(name)
+                self.buckets.append(bucket)
+                self._home.update((i, (bucket, offset)) for i, offset in zip(index, begin, strict=True))
+        for i in self._home.keys() - self._hooks.keys():
+            self._hooks[i] = self.params[i].register_post_accumulate_grad_hook(self._catch(i))
+        for i in self._hooks.keys() - self._home.keys():
+            self._hooks.pop(i).remove()
+
+    def release(self) -> None:
+        """Stops following gradients; parameters keep their values and storage."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        FlatBuckets._alive.discard(self)
+
+    def add_state(self, name: str) -> None:
+        """Adds a zeroed float32 buffer of this name to every bucket; it follows every rebuild()."""
+        if name not in self._states:
+            self._states.append(name)
+            self._parked[name] = {}
+            for bucket in self.buckets:
+                bucket.add(name)
+
+    def view(self, name: str, i: int) -> Tensor:
+        """Parameter i's piece of a flat buffer, in the parameter's shape and memory format (parked state if frozen)."""
+        if i not in self._home:
+            if i not in self._parked[name]:
+                self._parked[name][i] = torch.zeros_like(self.params[i], dtype=torch.float32)
+            return self._parked[name][i]
+        bucket, offset = self._home[i]
+        flat = bucket.flat[name]
+        return flat.as_strided(self.params[i].shape, self._stride[i], flat.storage_offset() + offset)
+
+    def frozen(self) -> list[tuple[str, Tensor]]:
+        """Parameters outside the buckets, of the groups and of the module, by name."""
+        inside = {id(self.params[i]) for i in self._home}
+        named = [
+            *zip(self.names, self.params, strict=True),
+            *(self.model.named_parameters() if self.model else ()),
+        ]
+        return list({id(p): (name, p) for name, p in named if id(p) not in inside}.values())
+
+    # Gradients
+
+    def _catch(self, i: int):
+        reference = weakref.ref(
+            self
+        )  # Python's collector does not see through a tensor's hooks: no cycle here
+
+        def hook(p: Tensor) -> None:
+            buckets = reference()
+            if buckets is None:
+                return
+            if p.grad is not buckets._grads[i]:
+                buckets._take(i, p)
+            buckets.touched[i] = True
+
+        return hook
+
+    @torch.no_grad()
+    def _take(self, i: int, p: Tensor) -> None:
+        """Copies a gradient that somebody else allocated into its view and puts the view back."""
+        self._grads[i].copy_(p.grad)
+        p.grad = self._grads[i]
+        self.touched[i] = True
+        self._stale[i] = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients: ``.grad`` becomes None until the next backward, or zero with set_to_none=False."""
+        if set_to_none:
+            for _, p, _, _ in self._watch:
+                p.grad = None
+            self._stale |= self.touched
+            self.touched[:] = False
+            return
+        self.settle()
+        for bucket in self.buckets:
+            bucket.flat["grad"].zero_()
+        for i, p, _, grad in self._watch:
+            if p.grad is not None:
+                p.grad = grad
+
+    def settle(self) -> None:
+        """Checks that parameters and gradients are still the buckets' views, and zeroes views without a gradient.
+
+        Raises:
+            InputError: a view was replaced, or a frozen parameter became trainable; the message says what to do.
+        """
+        for i, p, pointer, grad in self._watch:
+            if p.data_ptr() != pointer:
+                raise InputError(
+                    f"{self.names[i]} no longer lies in its bucket (model.to(), .half() or an assignment to .data "
+                    "replaced its storage): call buckets.rebuild() afterwards"
+                )
+            if p.grad is None:
+                if self.touched[i] or self._stale[i]:
+                    grad.zero_()
+                    self.touched[i] = self._stale[i] = False
+            elif p.grad is not grad and (self.adopt_grads or not self.touched[i]):
+                self._take(
+                    i, p
+                )  # assigned by hand, or by DistributedDataParallel for a part unused on this rank
+            elif p.grad is not grad:
+                raise InputError(
+                    f"the gradient of {self.names[i]} is no longer a view of its bucket: build "
+                    "DistributedDataParallel with gradient_as_bucket_view=False, and write gradients with "
+                    ".grad.copy_() instead of assigning them"
+                )
+            elif not self.touched[i] and grad._version != self._written[i]:
+                self.touched[i] = bool(grad.any())  # written by hand, without a backward
+            self._written[i] = grad._version
+        for i in self._outside:
+            if self.params[i].requires_grad:
+                raise InputError(
+                    f"{self.names[i]} was unfrozen after the buckets were laid out: call buckets.rebuild()"
+                )
+
+    @torch.no_grad()
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients together, float64 [] on the first bucket's device, without a loop over parameters.
+
+        A float32 sum over a whole bucket is off by 1e-4 and more on the CPU; sums over NORM_CHUNK elements are combined
+        in double.
+        """
+        self.settle()
+        norms = []
+        for bucket in self.buckets:
+            flat = bucket.flat["grad"]
+            whole = flat.numel() // NORM_CHUNK * NORM_CHUNK
+            rows = (
+                torch.linalg.vector_norm(flat[:whole].view(-1, NORM_CHUNK), norm_type, dim=1)
+                if whole
+                else flat[:0]
+            )
+            tail = (
+                torch.linalg.vector_norm(flat[whole:], norm_type).view(1)
+                if whole < flat.numel()
+                else flat[:0]
+            )
+            norms.append(torch.cat([rows, tail]).double().to(self.buckets[0].device))
+        norms = torch.cat(norms) if norms else torch.zeros(1, dtype=torch.float64)
+        return torch.linalg.vector_norm(norms, norm_type) if norms.numel() else norms.sum()
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """torch.nn.utils.clip_grad_norm_ over flat buckets; returns the norm before clipping. No host sync."""
+        norm = self.grad_norm(norm_type)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for bucket in self.buckets:
+            bucket.flat["grad"].mul_(scale.to(bucket.device))
+        return norm.float()
+
+
+def _collect(model_or_params, groups) -> tuple[list[dict], list[Tensor], list[str]]:
+    """Normalises the inputs to (groups with lists of parameters, all parameters in group order, their names)."""
+    model = model_or_params if isinstance(model_or_params, nn.Module) else None
+    given = list(groups if groups is not None else model.parameters() if model else model_or_params)
+    if given and not isinstance(given[0], dict):
+        given = [{"params": given}]
+    named = {id(p): name for name, p in model.named_parameters()} if model else {}
+    result, params, names, seen = [], [], [], set()
+    for group in given:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        for k, p in enumerate(members):
+            if isinstance(p, tuple):
+                named[id(p[1])], members[k] = p
+                p = p[1]
+            name = named.get(id(p), f"parameter {len(params)}")
+            if not isinstance(p, Tensor) or isinstance(p, nn.parameter.UninitializedParameter):
+                raise InputError(f"{name} is a {type(p).__name__}, not a parameter with a shape")
+            if not p.is_leaf:
+                raise InputError(f"{name} is the result of an operation: only leaf tensors can be optimised")
+            if id(p) in seen:
+                raise InputError(f"{name} is in the parameter groups twice")
+            seen.add(id(p))
+            params.append(p)
+            names.append(name)
+        result.append({**group, "params": members})
+    if not params:
+        raise InputError("there are no parameters to put into buckets")
+    left_out = (
+        [named[id(p)] for p in model.parameters() if id(p) not in seen and p.requires_grad] if model else []
+    )
+    if left_out:
+        raise InputError(
+            f"groups leave out {', '.join(left_out[:3])}: put every trainable parameter in one or freeze it"
+        )
+    return result, params, names
