@@ -1,7 +1,7 @@
 """``fastactrec prepare SRC --out PACK``: videos or extracted frames to a pack.
 
-Clips are extracted by worker processes into PACK/work and assembled at the end; a run that was killed continues
-where it was, and the pack does not show it.
+Clips are extracted by worker processes into PACK/work and assembled at the end; a run that was killed
+continues where it was, and the pack does not show it.
 """
 
 from __future__ import annotations

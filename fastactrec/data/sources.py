@@ -1,7 +1,7 @@
 """What a user's SRC holds: the clips of every layout in one form, before anything is decoded.
 
-Layouts: a CSV (or a folder with one), class folders, UCF101, HMDB51, Kinetics; wherever a video file may stand,
-a folder of extracted frames may too (frames.py).
+Layouts: a CSV (or a folder with one), class folders, UCF101, HMDB51, Kinetics; wherever a video file may
+stand, a folder of extracted frames may too (frames.py).
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ class FusedAdam(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         """Only during construction: buckets are laid out once, by group."""
         if self._complete:
-            raise InputError("parameter groups are fixed once the buckets are laid out: give them to FlatBuckets")
+            raise InputError(
+                "parameter groups are fixed once the buckets are laid out: give them to FlatBuckets"
+            )
         super().add_param_group(param_group)
 
     def _check_groups(self) -> None:
@@ -90,7 +92,9 @@ class FusedAdam(torch.optim.Optimizer):
                 raise InputError(f"betas={group['betas']}: give two numbers in [0, 1)")
             for name in ("amsgrad", "maximize", "differentiable"):
                 if group[name]:
-                    raise InputError(f"{name}={group[name]} is not supported by FusedAdam: use torch.optim.Adam")
+                    raise InputError(
+                        f"{name}={group[name]} is not supported by FusedAdam: use torch.optim.Adam"
+                    )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients: None until the next backward (fastest), or zeros with set_to_none=False."""
@@ -191,5 +195,3 @@ def mass_after(step: float, beta: float) -> float:
     if step == 0:
         return 0.0
     return -math.expm1(step * math.log(beta)) if beta > 0 else 1.0
-
-

@@ -70,7 +70,9 @@ class Bucket:
         flat: "param", "grad" and optimizer state by name -> float32 [numel], 128-byte aligned.
     """
 
-    def __init__(self, group: int, index: list[int], begin: list[int], sizes: list[int], device: torch.device):
+    def __init__(
+        self, group: int, index: list[int], begin: list[int], sizes: list[int], device: torch.device
+    ):
         self.group = group
         self.index = np.array(index, np.int64)
         self.begin = np.array(begin, np.int64)
@@ -83,7 +85,9 @@ class Bucket:
         self.flat[name] = _aligned_zeros(self.numel, self.device)
 
     def __repr__(self) -> str:
-        return f"Bucket({len(self.index)} parameters, {self.numel} elements, {self.device}, group {self.group})"
+        return (
+            f"Bucket({len(self.index)} parameters, {self.numel} elements, {self.device}, group {self.group})"
+        )
 
 
 class FlatBuckets:
@@ -164,7 +168,9 @@ class FlatBuckets:
         """
         for name, p in zip(self.names, self.params, strict=True):
             if p.requires_grad and p.dtype != torch.float32:
-                raise InputError(f"{name} is {p.dtype}: flat buckets hold float32; use model.float() or freeze it")
+                raise InputError(
+                    f"{name} is {p.dtype}: flat buckets hold float32; use model.float() or freeze it"
+                )
         old_grads, old_home = self._grads, self._home
         old_states = {name: {i: self.view(name, i) for i in old_home} for name in self._states}
         self._lay_out()
@@ -245,13 +251,18 @@ class FlatBuckets:
     def frozen(self) -> list[tuple[str, Tensor]]:
         """Parameters outside the buckets, of the groups and of the module, by name."""
         inside = {id(self.params[i]) for i in self._home}
-        named = [*zip(self.names, self.params, strict=True), *(self.model.named_parameters() if self.model else ())]
+        named = [
+            *zip(self.names, self.params, strict=True),
+            *(self.model.named_parameters() if self.model else ()),
+        ]
         return list({id(p): (name, p) for name, p in named if id(p) not in inside}.values())
 
     # Gradients
 
     def _catch(self, i: int):
-        reference = weakref.ref(self)  # Python's collector does not see through a tensor's hooks: no cycle here
+        reference = weakref.ref(
+            self
+        )  # Python's collector does not see through a tensor's hooks: no cycle here
 
         def hook(p: Tensor) -> None:
             buckets = reference()
@@ -303,7 +314,9 @@ class FlatBuckets:
                     grad.zero_()
                     self.touched[i] = self._stale[i] = False
             elif p.grad is not grad and (self.adopt_grads or not self.touched[i]):
-                self._take(i, p)  # assigned by hand, or by DistributedDataParallel for a part unused on this rank
+                self._take(
+                    i, p
+                )  # assigned by hand, or by DistributedDataParallel for a part unused on this rank
             elif p.grad is not grad:
                 raise InputError(
                     f"the gradient of {self.names[i]} is no longer a view of its bucket: build "
@@ -315,7 +328,9 @@ class FlatBuckets:
             self._written[i] = grad._version
         for i in self._outside:
             if self.params[i].requires_grad:
-                raise InputError(f"{self.names[i]} was unfrozen after the buckets were laid out: call buckets.rebuild()")
+                raise InputError(
+                    f"{self.names[i]} was unfrozen after the buckets were laid out: call buckets.rebuild()"
+                )
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -329,8 +344,16 @@ class FlatBuckets:
         for bucket in self.buckets:
             flat = bucket.flat["grad"]
             whole = flat.numel() // NORM_CHUNK * NORM_CHUNK
-            rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_CHUNK), norm_type, dim=1) if whole else flat[:0]
-            tail = torch.linalg.vector_norm(flat[whole:], norm_type).view(1) if whole < flat.numel() else flat[:0]
+            rows = (
+                torch.linalg.vector_norm(flat[:whole].view(-1, NORM_CHUNK), norm_type, dim=1)
+                if whole
+                else flat[:0]
+            )
+            tail = (
+                torch.linalg.vector_norm(flat[whole:], norm_type).view(1)
+                if whole < flat.numel()
+                else flat[:0]
+            )
             norms.append(torch.cat([rows, tail]).double().to(self.buckets[0].device))
         norms = torch.cat(norms) if norms else torch.zeros(1, dtype=torch.float64)
         return torch.linalg.vector_norm(norms, norm_type) if norms.numel() else norms.sum()
@@ -373,7 +396,11 @@ def _collect(model_or_params, groups) -> tuple[list[dict], list[Tensor], list[st
         result.append({**group, "params": members})
     if not params:
         raise InputError("there are no parameters to put into buckets")
-    left_out = [named[id(p)] for p in model.parameters() if id(p) not in seen and p.requires_grad] if model else []
+    left_out = (
+        [named[id(p)] for p in model.parameters() if id(p) not in seen and p.requires_grad] if model else []
+    )
     if left_out:
-        raise InputError(f"groups leave out {', '.join(left_out[:3])}: put every trainable parameter in one or freeze it")
+        raise InputError(
+            f"groups leave out {', '.join(left_out[:3])}: put every trainable parameter in one or freeze it"
+        )
     return result, params, names
