@@ -22,7 +22,8 @@ STREAMS = ("rgb", "flow")
 ARCHS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
 Positional = tyro.conf.Positional
-Flag = tyro.conf.arg
+RunFolder = Annotated[Path, tyro.conf.arg(aliases=["--run-folder"])]
+"""--run; torchrun of Python 3.11 and older takes --run for an abbreviation of its own --run-path, hence the alias."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -153,7 +154,7 @@ class TrainConfig:
     """TOML file of these options (see fastactrec/recipes), or the name of a recipe; flags override it."""
     data: Path | None = None
     """Pack to train on (see prepare). Without it, a synthetic set is made and prepared first."""
-    run: Path | None = None
+    run: RunFolder | None = None
     """Run folder; ./runs/NAME without it."""
     name: str = ""
     """NAME of the run folder; the pack's name (or synthetic) without it, numbered when taken."""
@@ -270,7 +271,7 @@ def parse_scales(text: str) -> tuple[float, ...]:
 class EvaluateConfig:
     """Test a run on a pack: per-stream and fused top-1, top-5, mean class accuracy, confusion, per-clip scores."""
 
-    run: Path
+    run: RunFolder
     """Run folder of train."""
     data: Path | None = None
     """Pack to test on; the one the run was trained on without it."""
@@ -312,7 +313,8 @@ class EvaluateConfig:
 class PredictConfig:
     """Label videos with a trained run."""
 
-    run: Annotated[Path, Flag(help="Run folder of train.")]
+    run: RunFolder
+    """Run folder of train."""
     clips: Positional[tuple[Path, ...]]
     """Video files."""
     top: int = 5
@@ -402,7 +404,7 @@ def from_table(cls, table: dict, where: str):
 def _convert(value, annotation: str, what: str):
     kinds = {"bool": bool, "int": int, "float": (int, float), "str": str}
     base = annotation.removesuffix(" | None")
-    if base == "Path":
+    if base in ("Path", "RunFolder"):
         _require(isinstance(value, str), f"{what} must be a path in quotes, not {value!r}")
         return Path(value)
     if base.startswith("Literal["):

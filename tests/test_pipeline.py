@@ -202,16 +202,16 @@ def test_wrong_packs_and_checkpoints_leave_nothing_behind(run, pack, tmp_path, c
 @pytest.mark.parametrize("sync", ["kavg", "ddp"])
 def test_two_ranks_end_equal(sync, pack, tmp_path, fastactrec):
     folder = tmp_path / "run"
-    words = ["--data", pack, "--run", folder, *QUICK, "--sync", sync]
+    words = ["--data", pack, "--run-folder", folder, *QUICK, "--sync", sync]
     done = fastactrec("train", *words, ranks=2)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     epochs = [r for r in records if r["kind"] == "epoch"]
     assert len(epochs) == 4
     assert all(r["exposed_comm_s"] > 0 for r in epochs)
-    one = fastactrec("evaluate", "--run", folder, "--out", tmp_path / "one")
+    one = fastactrec("evaluate", "--run-folder", folder, "--out", tmp_path / "one")
     assert one.returncode == 0, one.stderr
-    three = fastactrec("evaluate", "--run", folder, "--out", tmp_path / "three", ranks=3)
+    three = fastactrec("evaluate", "--run-folder", folder, "--out", tmp_path / "three", ranks=3)
     assert three.returncode == 0, three.stderr
     figures = [json.loads((p / "summary.json").read_text()) for p in (folder, tmp_path / "one", tmp_path / "three")]
     assert figures[0]["streams"] == figures[1]["streams"] == figures[2]["streams"]
@@ -220,7 +220,7 @@ def test_two_ranks_end_equal(sync, pack, tmp_path, fastactrec):
 
 
 def test_a_world_that_does_not_fit(pack, tmp_path, fastactrec):
-    done = fastactrec("train", "--data", pack, "--run", tmp_path / "run", *QUICK, "--sync", "none", ranks=2)
+    done = fastactrec("train", "--data", pack, "--run-folder", tmp_path / "run", *QUICK, "--sync", "none", ranks=2)
     assert done.returncode != 0
     assert "--sync none trains on one process; use --sync kavg or ddp, but WORLD_SIZE is 2" in done.stderr
     assert not (tmp_path / "run").exists()

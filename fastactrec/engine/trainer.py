@@ -193,7 +193,7 @@ class StreamTrainer:
                 seconds[name] += record[f"{name}_s"]
             if self.world.rank == 0 and (step % self.config.log_every == 0 or step == steps - 1):
                 n = record["samples"]
-                self.run.log({**record, "loss": record["loss"] / n, "hits": record["hits"] / n})
+                self.run.log({**record, "loss": record["loss"] / n, "top1": record.pop("hits") / n})
         self._synchronise(seconds)
         totals = self.world.sum(
             torch.tensor([sums["loss"], sums["hits"], sums["samples"]], dtype=torch.float64)

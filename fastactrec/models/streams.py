@@ -21,7 +21,10 @@ _LAYERS = {
     "resnet101": (Bottleneck, [3, 4, 23, 3]),
     "resnet152": (Bottleneck, [3, 8, 36, 3]),
 }
-_FILE_FORMAT = {"format": "fastactrec-stream", "version": "1"}
+_FILE_KEY = (
+    "fastactrec-stream"  # one key: safetensors writes several in random order, and equal runs should give equal files
+)
+_FILE_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class StreamNet(nn.Module):
 
 def save_stream(model: StreamNet, path: Path) -> None:
     """Write the weights and what rebuilds the network to a safetensors file (contiguous copies)."""
-    metadata = {**_FILE_FORMAT, "spec": json.dumps(asdict(model.spec))}
+    metadata = {_FILE_KEY: json.dumps({"version": _FILE_VERSION, "spec": asdict(model.spec)})}
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     save_file(tensors, path, metadata=metadata)
 
@@ -100,9 +103,10 @@ def read_stream(path: Path) -> tuple[StreamSpec, dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from error
-    if {key: metadata.get(key) for key in _FILE_FORMAT} != _FILE_FORMAT:
-        raise CheckpointError(f"{path}: not a fastactrec stream of format {_FILE_FORMAT['version']}; train one")
-    fields = json.loads(metadata["spec"])
+    about = json.loads(metadata.get(_FILE_KEY, "{}"))
+    if about.get("version") != _FILE_VERSION:
+        raise CheckpointError(f"{path}: not a fastactrec stream of format version {_FILE_VERSION}; train one")
+    fields = about["spec"]
     return StreamSpec(**{**fields, "classes": tuple(fields["classes"])}), tensors
 
 
