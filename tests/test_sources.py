@@ -139,6 +139,16 @@ def test_train_and_test_folders_are_a_split_not_classes(tmp_path):
     }
 
 
+def test_a_video_is_not_a_source_and_lists_need_their_layout(tmp_path):
+    make(tmp_path, "run/a.mp4")
+    with pytest.raises(InputError, match=r"a.mp4: neither a folder nor a .csv file"):
+        find_source(tmp_path / "run" / "a.mp4")
+    with pytest.raises(InputError, match="not used by --layout classes"):
+        find_source(tmp_path, "classes", tmp_path)
+    with pytest.raises(InputError, match="not a folder, which --layout classes needs"):
+        find_source(tmp_path / "run" / "a.mp4", "classes")
+
+
 def test_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"no videos, no frame folders .* and no CSV"):
         find_source(tmp_path)
