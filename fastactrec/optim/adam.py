@@ -26,14 +26,16 @@ FIXED = {
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam (Kingma & Ba 2015), or AdamW (Loshchilov & Hutter 2019) with ``decoupled=True``, as torch computes them.
+    """Adam (Kingma & Ba 2015), or AdamW (Loshchilov & Hutter 2019) with ``decoupled=True``, as torch computes
+    them.
 
-    Bias correction uses masses carried in double, a <- beta1 a + (1 - beta1) and b <- beta2 b + (1 - beta2), the update
-    being (m / a) / (sqrt(v / b) + eps): Adam's own correction while every step is taken, and still right after moments of
-    workers with unequal step counts were averaged. A parameter that got no gradient is left alone with its moments.
+    Bias correction uses masses carried in double, a <- beta1 a + (1 - beta1) and b <- beta2 b + (1 - beta2),
+    the update being (m / a) / (sqrt(v / b) + eps): Adam's own correction while every step is taken, and still
+    right after moments of workers with unequal step counts were averaged. A parameter that got no gradient is
+    left alone with its moments.
 
-    The state dict is torch.optim.Adam's, with the masses under extra keys; it loads into torch.optim.Adam and AdamW and
-    theirs load here. ``state_dict()`` copies.
+    The state dict is torch.optim.Adam's, with the masses under extra keys; it loads into torch.optim.Adam and
+    AdamW and theirs load here. ``state_dict()`` copies.
 
     Args:
         params: a FlatBuckets, or parameters, (name, parameter) pairs or groups as torch.optim.Adam takes.
@@ -143,7 +145,8 @@ class FusedAdam(torch.optim.Optimizer):
     # State
 
     def publish(self, index: Iterable[int]) -> None:
-        """Gives these parameters (indices into buckets.params) their entries in ``self.state``: views, never copies."""
+        """Gives these parameters (indices into buckets.params) their entries in ``self.state``: views, never
+        copies."""
         for i in index:
             self._seen[i] = True
             entry = {name: self.buckets.view(name, i) for name in MOMENTS}
@@ -170,7 +173,8 @@ class FusedAdam(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads a state dict of FusedAdam, torch.optim.Adam or AdamW (masses then follow from the step counts)."""
+        """Loads a state dict of FusedAdam, torch.optim.Adam or AdamW (masses then follow from the step
+        counts)."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for name, value in self.defaults.items():

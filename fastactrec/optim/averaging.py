@@ -1,7 +1,7 @@
 """K-step parameter averaging: ranks train alone for K steps, then average in place on the flat buckets.
 
-After Cong et al., JPDC 134 (2019), and Zhou & Cong, IJCAI 2018 (K-AVG); separate periods of the moments after DES-LOC
-(arXiv 2505.22549).
+After Cong et al., JPDC 134 (2019), and Zhou & Cong, IJCAI 2018 (K-AVG); separate periods of the moments after
+DES-LOC (arXiv 2505.22549).
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ WEIGHT_GRID = 1 << 24  # weights are multiples of 1 / WEIGHT_GRID, see exact_wei
 class ParameterAverager:
     """Averages parameters, buffers and optimizer moments over ranks in calls K, 2K, ... of ``step()``.
 
-    Parameters are averaged where they lie: each bucket is scaled by this rank's weight and summed by one all-reduce,
-    bucket i + 1 being scaled while bucket i is on its way. Nothing of a parameter's size is allocated; pointers and
-    memory formats stay. After each averaging all ranks hold the same bytes of parameters and buffers. With one rank
-    nothing changes, bit for bit.
+    Parameters are averaged where they lie: each bucket is scaled by this rank's weight and summed by one
+    all-reduce, bucket i + 1 being scaled while bucket i is on its way. Nothing of a parameter's size is
+    allocated; pointers and memory formats stay. After each averaging all ranks hold the same bytes of
+    parameters and buffers. With one rank nothing changes, bit for bit.
 
-    Weights are samples since the last averaging, over their sum (the previous ones where no rank had any). Calls are counted, not successful optimizer steps, so
-    that a step skipped by a loss scaler cannot put ranks out of step.
+    Weights are samples since the last averaging, over their sum (the previous ones where no rank had any).
+    Calls are counted, not successful optimizer steps, so that a step skipped by a loss scaler cannot put
+    ranks out of step.
 
     Moments (Adam's m and v with their masses; SGD's momentum counts as m):
         local   never in a round
@@ -45,21 +46,24 @@ class ParameterAverager:
         reset   zeroed after each averaging, as if training began there
     ``average_all()`` averages everything, under every policy (reset: resets).
 
-    Buffers are those of the module that FlatBuckets was built from: see buffers.py. Frozen parameters are compared by
-    hash at construction and after each rebuild(), never averaged: call average_all() before freezing.
+    Buffers are those of the module that FlatBuckets was built from, see buffers.py. Frozen parameters are
+    never averaged; they are compared by hash at construction and at the first averaging after a rebuild(),
+    so call average_all() before freezing.
 
     Args:
         opt: FusedAdam, or a torch.optim.SGD over parameters that lie in a FlatBuckets.
         period: K, calls between averagings.
         moments: see above.
         group: torch.distributed group; default: the default group, or one rank if there is none.
-        outer_lr, outer_momentum, delay, compression, hierarchy: only their defaults are supported in this version.
+        outer_lr, outer_momentum, delay, compression, hierarchy: other values than the defaults are refused
+            in this version.
     Attributes:
-        averaged: whether the last step() averaged. seconds: host time of the last averaging, waiting included.
+        averaged: whether the last step() was the K-th of its round.
+        seconds: host time of the last averaging, waiting included.
     Raises:
-        InputError: an option out of range or not supported. AveragingError, on every rank: ranks differ in layout,
-        options or frozen parameters; in step(): they are not at the same call, or the communication failed (the
-        parameters of this rank are then unusable: go back to a checkpoint).
+        InputError: an option out of range or not supported.
+        AveragingError: on every rank, when ranks differ in layout, options, frozen parameters or call; or when
+            the communication failed (this rank's parameters are then half averaged: go back to a checkpoint).
     """
 
     def __init__(
@@ -127,7 +131,8 @@ class ParameterAverager:
 
     @torch.no_grad()
     def average_all(self) -> None:
-        """Averages everything, moments too, and starts a new round: at an epoch's end, before evaluation, checkpoint."""
+        """Averages everything, moments too, and starts a new round: at an epoch's end, before evaluation,
+        checkpoint."""
         self._average(list(self._adapter.names) if self.moments != "reset" else [])
         self.averaged = True
         self._calls = 0
@@ -203,13 +208,14 @@ class ParameterAverager:
         described = (layout, shapes, len(frozen), self.buffers.describe(), self.period, self.moments)
         if not self._same([_digest(repr(described).encode())])[0]:
             raise AveragingError(
-                "ranks differ in model, trainable parameters, parameter groups, bucket_bytes, period or moments"
+                "ranks differ in model, trainable parameters, parameter groups, bucket_bytes, period or "
+                "moments: start all with the same configuration"
             )
         same = self._same([_digest(_bytes(p)) for _, p in frozen])
         if different := [name for (name, _), equal in zip(frozen, same, strict=True) if not equal]:
             raise AveragingError(
-                f"{len(different)} frozen parameters differ between ranks, the first is {different[0]}: load the same "
-                "weights everywhere before averaging, and call average_all() before freezing"
+                f"{len(different)} frozen parameters differ between ranks, the first is {different[0]}: load "
+                "the same weights everywhere before averaging, and call average_all() before freezing"
             )
         self._checked = self.buckets.version
 
@@ -224,8 +230,8 @@ class ParameterAverager:
 def exact_weights(samples: np.ndarray) -> np.ndarray:
     """samples / sum, as multiples of 2^-24 that sum to one exactly.
 
-    float32(1/3) thrice is 1.00000003: every averaging would inflate the parameters. These weights are exact in float32,
-    so equal parameters stay where they are, and m, v and their masses get the very same ones.
+    float32(1/3) thrice is 1.00000003: every averaging would inflate the parameters. These weights are exact
+    in float32, so equal parameters stay where they are, and m, v and their masses get the very same ones.
     """
     units = np.rint(samples / samples.sum() * WEIGHT_GRID)
     units[np.argmax(units)] += WEIGHT_GRID - units.sum()
@@ -241,7 +247,8 @@ def _digest(data: bytes) -> int:
 
 
 class _AdamMoments:
-    """What averaging must know of FusedAdam: moments lie in the buckets; masses and step counts follow them."""
+    """What averaging must know of FusedAdam: moments lie in the buckets; masses and step counts follow
+    them."""
 
     names = MOMENTS
 
@@ -279,7 +286,8 @@ class _AdamMoments:
 
 
 class _SgdMoments:
-    """Momentum of torch.optim.SGD, moved into the buckets at the first averaging; SGD updates it there in place."""
+    """Momentum of torch.optim.SGD, moved into the buckets at the first averaging; SGD updates it there in
+    place."""
 
     def __init__(self, opt: torch.optim.SGD):
         self.opt = opt
@@ -290,6 +298,7 @@ class _SgdMoments:
                 "SGD's parameters lie in no FlatBuckets: build far.FlatBuckets(model) first and keep it"
             )
         self.buckets = buckets
+        self._owned = {id(p) for p in params}
         self.names = ("momentum_buffer",) if any(group["momentum"] for group in opt.param_groups) else ()
         if self.names and any(group["dampening"] for group in opt.param_groups):
             raise InputError("dampening other than 0 cannot be averaged: torch starts momentum without it")
@@ -298,7 +307,7 @@ class _SgdMoments:
 
     def collect(self) -> None:
         for i, p in enumerate(self.buckets.params):
-            if self.names and p.requires_grad:
+            if self.names and p.requires_grad and id(p) in self._owned:
                 view = self.buckets.view("momentum_buffer", i)
                 own = self.opt.state[p].get("momentum_buffer")
                 if own is None or own.data_ptr() != view.data_ptr():

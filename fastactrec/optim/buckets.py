@@ -1,117 +1,49 @@
 """Flat buckets: parameters, gradients and optimizer state as views of a few aligned buffers.
 
-One kernel call or all-reduce then serves a whole bucket, and nothing is packed or unpacked: a parameter's ``data`` and
-``grad`` *are* pieces of the bucket, in the parameter's own memory format.
+One kernel call or all-reduce then serves a whole bucket, and nothing is packed or unpacked: a parameter's
+``data`` and ``grad`` *are* pieces of the bucket, in the parameter's own memory format.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from .layout import ALIGN_BYTES, Bucket, collect_params, dense_stride, plan_buckets
 
-ALIGN_BYTES = 128
-ALIGN = ALIGN_BYTES // 4  # float32 elements
 NORM_CHUNK = 8192  # elements summed in float32 before double takes over, see FlatBuckets.grad_norm
-
-
-def plan_buckets(sizes: Sequence[int], capacity: int, align: int = ALIGN) -> list[list[tuple[int, int]]]:
-    """Places tensors one after the other into buckets, in order, each whole.
-
-    Args:
-        sizes: elements of each tensor, >= 0.
-        capacity: elements of a bucket; a larger tensor gets a bucket of its own, of its own size.
-        align: every tensor begins at a multiple of this many elements.
-    Returns:
-        per bucket, (index into sizes, offset in elements).
-    """
-    plan: list[list[tuple[int, int]]] = []
-    used = capacity
-    for index, size in enumerate(sizes):
-        padded = -(-size // align) * align
-        if not plan or used + padded > capacity:
-            plan.append([])
-            used = 0
-        plan[-1].append((index, used))
-        used += padded
-    return plan
-
-
-def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's own strides where it is dense and non-overlapping (contiguous, channels_last, transposed ...),
-    else contiguous ones."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[::-1]):
-        if size != 1 and tensor.numel():
-            if stride != expected:
-                return torch.empty(tensor.shape, device="meta").stride()
-            expected *= size
-    return tensor.stride()
-
-
-def _aligned_zeros(numel: int, device: torch.device) -> Tensor:
-    raw = torch.zeros(numel + ALIGN, dtype=torch.float32, device=device)
-    skip = -raw.data_ptr() % ALIGN_BYTES // 4
-    return raw[skip : skip + numel]
-
-
-class Bucket:
-    """One flat piece of memory per kind of value, all laid out alike.
-
-    Attributes:
-        group: index of the parameter group all of its parameters belong to.
-        index: int64 [S], the parameters inside, as indices into ``FlatBuckets.params``.
-        begin, end: int64 [S], elements each one occupies; ``begin`` is a multiple of 32. Padding stays zero.
-        flat: "param", "grad" and optimizer state by name -> float32 [numel], 128-byte aligned.
-    """
-
-    def __init__(
-        self, group: int, index: list[int], begin: list[int], sizes: list[int], device: torch.device
-    ):
-        self.group = group
-        self.index = np.array(index, np.int64)
-        self.begin = np.array(begin, np.int64)
-        self.end = self.begin + np.array(sizes, np.int64)
-        self.numel = -(-int(self.end[-1]) // ALIGN) * ALIGN
-        self.device = device
-        self.flat: dict[str, Tensor] = {}
-
-    def add(self, name: str) -> None:
-        self.flat[name] = _aligned_zeros(self.numel, self.device)
-
-    def __repr__(self) -> str:
-        return (
-            f"Bucket({len(self.index)} parameters, {self.numel} elements, {self.device}, group {self.group})"
-        )
 
 
 class FlatBuckets:
     """Makes trainable parameters and their gradients views of flat buffers.
 
-    Buckets are grouped by device and parameter group. Every trainable element is in exactly one of them; a parameter
-    used by several modules is there once; frozen parameters keep their own storage. ``.grad`` of each parameter is a
-    zeroed view at once. Where somebody sets it to None, the next backward's gradient is copied into the view and the
-    view put back, so ``zero_grad`` in torch's default way (None) is the fastest: a copy instead of zeroing and adding.
+    Buckets are grouped by device and parameter group. Every trainable element is in exactly one of them; a
+    parameter used by several modules is there once; frozen parameters keep their own storage. ``.grad`` of
+    each parameter is a zeroed view at once. Where somebody sets it to None, the next backward's gradient is
+    copied into the view and the view put back, so ``zero_grad`` in torch's default way (None) is the fastest:
+    a copy instead of zeroing and adding.
 
-    Building a second FlatBuckets over the same parameters takes them over from the first. Keep a reference: an optimizer
-    of this package does, torch's do not.
+    Building a second FlatBuckets over the same parameters takes them over from the first. Keep a reference:
+    an optimizer of this package does, torch's do not.
 
     Args:
-        model_or_params: a module (then buffers are known too, which averaging needs), or what torch optimizers take:
-            parameters, (name, parameter) pairs, or parameter groups.
+        model_or_params: a module (then buffers are known too, which averaging needs), or what torch
+            optimizers take: parameters, (name, parameter) pairs, or parameter groups.
         bucket_bytes: size of a bucket; a larger parameter gets its own.
-        groups: torch-style parameter groups of the module's parameters (``{"params": ..., "lr": ...}``); default: one
-            group of all parameters, frozen ones included, so that state-dict indices follow ``model.parameters()``.
+        groups: torch-style parameter groups of the module's parameters (``{"params": ..., "lr": ...}``);
+            default: one group of all parameters, frozen ones included, so that state-dict indices follow
+            ``model.parameters()``.
     Raises:
         InputError: a trainable parameter is not float32, in two groups or in none; bucket_bytes < 128.
     """
 
-    _alive: weakref.WeakSet[FlatBuckets] = weakref.WeakSet()
+    _alive: ClassVar[weakref.WeakSet[FlatBuckets]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -123,7 +55,7 @@ class FlatBuckets:
             raise InputError(f"bucket_bytes={bucket_bytes}: a bucket holds at least {ALIGN_BYTES} bytes")
         self.model = model_or_params if isinstance(model_or_params, nn.Module) else None
         self.bucket_bytes = bucket_bytes
-        self.groups, self.params, self.names = _collect(model_or_params, groups)
+        self.groups, self.params, self.names = collect_params(model_or_params, groups)
         self.group_of = [g for g, group in enumerate(self.groups) for _ in group["params"]]
         self.buckets: list[Bucket] = []
         self.touched = np.zeros(len(self.params), bool)  # has a gradient since the last zero_grad
@@ -164,7 +96,8 @@ class FlatBuckets:
     def rebuild(self) -> None:
         """Lays the buckets out anew, after freezing or unfreezing parameters or moving the model.
 
-        Values, gradients and optimizer state stay; a frozen parameter's state waits for it outside the buckets.
+        Values, gradients and optimizer state stay; a frozen parameter's state waits for it outside the
+        buckets.
         """
         for name, p in zip(self.names, self.params, strict=True):
             if p.requires_grad and p.dtype != torch.float32:
@@ -208,7 +141,7 @@ class FlatBuckets:
             if p.requires_grad:
                 trainable.setdefault((self.group_of[i], p.device), []).append(i)
         self.buckets, self._home, self._grads = [], {}, {}
-        self._stride = {i: _dense_stride(self.params[i]) for members in trainable.values() for i in members}
+        self._stride = {i: dense_stride(self.params[i]) for members in trainable.values() for i in members}
         for (group, device), members in trainable.items():
             for slots in plan_buckets([self.params[i].numel() for i in members], self.bucket_bytes // 4):
                 index = [members[k] for k, _ in slots]
@@ -239,7 +172,8 @@ class FlatBuckets:
                 bucket.add(name)
 
     def view(self, name: str, i: int) -> Tensor:
-        """Parameter i's piece of a flat buffer, in the parameter's shape and memory format (parked state if frozen)."""
+        """Parameter i's piece of a flat buffer, in the parameter's shape and memory format (parked state if
+        frozen)."""
         if i not in self._home:
             if i not in self._parked[name]:
                 self._parked[name][i] = torch.zeros_like(self.params[i], dtype=torch.float32)
@@ -283,7 +217,8 @@ class FlatBuckets:
         self._stale[i] = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients: ``.grad`` becomes None until the next backward, or zero with set_to_none=False."""
+        """Forgets the gradients: ``.grad`` becomes None until the next backward, or zero with
+        set_to_none=False."""
         if set_to_none:
             for _, p, _, _ in self._watch:
                 p.grad = None
@@ -293,15 +228,17 @@ class FlatBuckets:
         self.settle()
         for bucket in self.buckets:
             bucket.flat["grad"].zero_()
-        for i, p, _, grad in self._watch:
+        for _, p, _, grad in self._watch:
             if p.grad is not None:
                 p.grad = grad
 
     def settle(self) -> None:
-        """Checks that parameters and gradients are still the buckets' views, and zeroes views without a gradient.
+        """Checks that parameters and gradients are still the buckets' views, and zeroes views without a
+        gradient.
 
         Raises:
-            InputError: a view was replaced, or a frozen parameter became trainable; the message says what to do.
+            InputError: a view was replaced, or a frozen parameter became trainable; the message says what to
+                do.
         """
         for i, p, pointer, grad in self._watch:
             if p.data_ptr() != pointer:
@@ -329,15 +266,16 @@ class FlatBuckets:
         for i in self._outside:
             if self.params[i].requires_grad:
                 raise InputError(
-                    f"{self.names[i]} was unfrozen after the buckets were laid out: call buckets.rebuild()"
+                    f"{self.names[i]} was unfrozen behind the buckets' back: call buckets.rebuild()"
                 )
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all gradients together, float64 [] on the first bucket's device, without a loop over parameters.
+        """The norm of all gradients together, float64 [] on the first bucket's device, without a loop over
+        parameters.
 
-        A float32 sum over a whole bucket is off by 1e-4 and more on the CPU; sums over NORM_CHUNK elements are combined
-        in double.
+        A float32 sum over a whole bucket is off by 1e-4 and more on the CPU; sums over NORM_CHUNK elements
+        are combined in double.
         """
         self.settle()
         norms = []
@@ -360,47 +298,10 @@ class FlatBuckets:
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """torch.nn.utils.clip_grad_norm_ over flat buckets; returns the norm before clipping. No host sync."""
+        """torch.nn.utils.clip_grad_norm_ over flat buckets; returns the norm before clipping. No host
+        sync."""
         norm = self.grad_norm(norm_type)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for bucket in self.buckets:
             bucket.flat["grad"].mul_(scale.to(bucket.device))
         return norm.float()
-
-
-def _collect(model_or_params, groups) -> tuple[list[dict], list[Tensor], list[str]]:
-    """Normalises the inputs to (groups with lists of parameters, all parameters in group order, their names)."""
-    model = model_or_params if isinstance(model_or_params, nn.Module) else None
-    given = list(groups if groups is not None else model.parameters() if model else model_or_params)
-    if given and not isinstance(given[0], dict):
-        given = [{"params": given}]
-    named = {id(p): name for name, p in model.named_parameters()} if model else {}
-    result, params, names, seen = [], [], [], set()
-    for group in given:
-        members = group["params"]
-        members = [members] if isinstance(members, Tensor) else list(members)
-        for k, p in enumerate(members):
-            if isinstance(p, tuple):
-                named[id(p[1])], members[k] = p
-                p = p[1]
-            name = named.get(id(p), f"parameter {len(params)}")
-            if not isinstance(p, Tensor) or isinstance(p, nn.parameter.UninitializedParameter):
-                raise InputError(f"{name} is a {type(p).__name__}, not a parameter with a shape")
-            if not p.is_leaf:
-                raise InputError(f"{name} is the result of an operation: only leaf tensors can be optimised")
-            if id(p) in seen:
-                raise InputError(f"{name} is in the parameter groups twice")
-            seen.add(id(p))
-            params.append(p)
-            names.append(name)
-        result.append({**group, "params": members})
-    if not params:
-        raise InputError("there are no parameters to put into buckets")
-    left_out = (
-        [named[id(p)] for p in model.parameters() if id(p) not in seen and p.requires_grad] if model else []
-    )
-    if left_out:
-        raise InputError(
-            f"groups leave out {', '.join(left_out[:3])}: put every trainable parameter in one or freeze it"
-        )
-    return result, params, names

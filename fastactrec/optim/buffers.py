@@ -14,8 +14,9 @@ from .engines import Engine
 class ModelBuffers:
     """The buffers of a module, found anew at every use (``model.to`` replaces them).
 
-    Running means and variances (of any module that has both) are merged as those of one population: the weighted mean
-    of means and of second moments, var = E[var + mean^2] - mean^2. Other floating-point buffers: the weighted mean.
+    Running means and variances (of any module that has both) are merged as those of one population: the
+    weighted mean of means and of second moments, var = E[var + mean^2] - mean^2. Other floating-point
+    buffers: the weighted mean.
     Integers and booleans: the maximum. All sums in float64.
     """
 

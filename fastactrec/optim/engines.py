@@ -1,7 +1,7 @@
 """Who carries bytes between ranks: one tiny interface, so that averaging does not know its transport.
 
-An engine has ``rank``, ``world`` and two collectives. Both return at once with a handle; every rank must start the same
-collectives in the same order.
+An engine has ``rank``, ``world`` and two collectives. Both return at once with a handle; every rank must
+start the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Engine(Protocol):
         """In place, on the tensor's own device."""
 
     def all_reduce_host(self, values: np.ndarray, op: str = "sum") -> Callable[[], np.ndarray]:
-        """A small float64 or int64 array in host memory; calling the result waits and returns the reduced copy."""
+        """A small float64 or int64 array in host memory; calling the result waits and returns the reduced
+        copy."""
 
 
 class SingleEngine:
@@ -47,8 +48,8 @@ class TorchEngine:
     """A torch.distributed process group (gloo, NCCL, or both).
 
     Args:
-        group: None for the default group. Host values travel by its CPU backend, so that they wait for no GPU stream;
-            a group with NCCL alone carries them through the GPU (one host synchronisation).
+        group: None for the default group. Host values travel by its CPU backend, so that they wait for no GPU
+            stream; a group with NCCL alone carries them through the GPU (one host synchronisation).
     Raises:
         InputError: torch.distributed is not initialised, or this process is not in the group.
     """
@@ -83,7 +84,8 @@ class TorchEngine:
 
 
 def engine_for(group: dist.ProcessGroup | None) -> Engine | SingleEngine:
-    """The engine of a group; of the default group if torch.distributed is initialised; else that of one rank."""
+    """The engine of a group; of the default group if torch.distributed is initialised; else that of one
+    rank."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return SingleEngine()
     engine = TorchEngine(group)
