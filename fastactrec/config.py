@@ -22,7 +22,9 @@ STREAMS = ("rgb", "flow")
 ARCHS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
 Positional = tyro.conf.Positional
-RunFolder = Annotated[Path, tyro.conf.arg(aliases=["--run-folder"])]
+_RUN_ALIAS = tyro.conf.arg(aliases=["--run-folder"])
+RunFolder = Annotated[Path, _RUN_ALIAS]
+NewRunFolder = Annotated[Path | None, _RUN_ALIAS]
 """--run; torchrun of Python 3.11 and older takes --run for an abbreviation of its own --run-path, hence the alias."""
 
 
@@ -166,7 +168,7 @@ class TrainConfig:
     """TOML file of these options (see fastactrec/recipes), or the name of a recipe; flags override it."""
     data: Path | None = None
     """Pack to train on (see prepare). Without it, a synthetic set is made and prepared first."""
-    run: RunFolder | None = None
+    run: NewRunFolder = None
     """Run folder; ./runs/NAME without it."""
     name: str = ""
     """NAME of the run folder; the pack's name (or synthetic) without it, numbered when taken."""
@@ -416,7 +418,7 @@ def from_table(cls, table: dict, where: str):
 def _convert(value, annotation: str, what: str):
     kinds = {"bool": bool, "int": int, "float": (int, float), "str": str}
     base = annotation.removesuffix(" | None")
-    if base in ("Path", "RunFolder"):
+    if base in ("Path", "NewRunFolder"):
         _require(isinstance(value, str), f"{what} must be a path in quotes, not {value!r}")
         return Path(value)
     if base.startswith("Literal["):

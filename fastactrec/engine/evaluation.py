@@ -22,8 +22,8 @@ from ..files import write_atomically
 from ..models.fusion import fuse
 from ..models.streams import StreamNet
 from ..ops import build_info
-from ..reporting.confusion import write_confusion_csv, write_confusion_png
-from .metrics import accuracy_table, confusion_matrix, predictions
+from ..reporting.confusion import count_confusion, write_confusion_csv, write_confusion_png
+from .metrics import accuracy_table, predictions
 from .run_folder import RunFolder
 from .scoring import score_clips
 from .world import World
@@ -147,7 +147,7 @@ def write_results(
             "weights": {name: protocol.weights[name] for name in tables},
         },
     }
-    matrix = confusion_matrix(predictions(scores["fused"]), labels, len(pack.classes))
+    matrix = count_confusion(labels, predictions(scores["fused"]), len(pack.classes))
     write_atomically(folder / "scores.csv", _scores_csv(pack, clips, scores))
     write_confusion_csv(folder / "confusion.csv", matrix, pack.classes)
     write_confusion_png(folder / "confusion.png", matrix, pack.classes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..reporting.confusion import class_accuracy, count_confusion
+
 
 def predictions(scores: np.ndarray) -> np.ndarray:
     """Class of the highest score, int64 [clips]; ties go to the lower class index."""
@@ -16,18 +18,9 @@ def topk(scores: np.ndarray, labels: np.ndarray, k: int) -> float:
     return float((order == labels[:, None]).any(1).mean())
 
 
-def confusion_matrix(predicted: np.ndarray, labels: np.ndarray, classes: int) -> np.ndarray:
-    """Counts, int64 [classes, classes]; rows are the true classes."""
-    flat = np.bincount(labels * classes + predicted, minlength=classes * classes)
-    return flat.reshape(classes, classes)
-
-
 def mean_class_accuracy(predicted: np.ndarray, labels: np.ndarray, classes: int) -> float:
     """Mean over the classes that occur in ``labels`` of the fraction recognised."""
-    matrix = confusion_matrix(predicted, labels, classes)
-    counts = matrix.sum(1)
-    seen = counts > 0
-    return float((matrix.diagonal()[seen] / counts[seen]).mean())
+    return float(np.nanmean(class_accuracy(count_confusion(labels, predicted, classes))))
 
 
 def accuracy_table(scores: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -192,8 +192,7 @@ class StreamTrainer:
             for name in seconds:
                 seconds[name] += record[f"{name}_s"]
             if self.world.rank == 0 and (step % self.config.log_every == 0 or step == steps - 1):
-                n = record["samples"]
-                self.run.log({**record, "loss": record["loss"] / n, "top1": record.pop("hits") / n})
+                self._log_step(record)
         self._synchronise(seconds)
         totals = self.world.sum(
             torch.tensor([sums["loss"], sums["hits"], sums["samples"]], dtype=torch.float64)
@@ -280,6 +279,10 @@ class StreamTrainer:
             "comm_s": exposed_s,
             "time": time.time(),
         }
+
+    def _log_step(self, record: dict) -> None:
+        hits, loss, samples = record.pop("hits"), record.pop("loss"), record["samples"]
+        self.run.log({**record, "loss": loss / samples, "top1": hits / samples})
 
     def _synchronise(self, seconds: dict[str, float]) -> None:
         """Make all ranks one again: before evaluation and checkpoints the replicas must not differ."""
