@@ -26,7 +26,7 @@ FAR_HD Tvl1Sample tvl1_sample(int i, float ratio, int source_size) {
 FAR_HD float tvl1_blend(float a, float b, float part) { return a + part * (b - a); }
 
 // The data term of one pixel, linearised around the present flow: residual rho + ix u1 + iy u2, and
-// inv = 1 / (ix^2 + iy^2). All zero where nothing is to be learnt: outside the other image, or where it is flat.
+// inv = 1 / (ix^2 + iy^2), or 0 where nothing is to be learnt: outside the other image, or where it is flat.
 struct Tvl1Data {
   float ix, iy, rho, inv;
 };
@@ -48,30 +48,28 @@ FAR_HD void tvl1_cubic(float t, float* value, float* slope) {
 FAR_HD Tvl1Data tvl1_warp(float prev, const float* next, int step, int height, int width, int x, int y, float u1,
                           float u2) {
   const float right = float(width - 1), bottom = float(height - 1);
-  float at_x = float(x) + u1, at_y = float(y) + u2;
-  const bool inside = at_x >= 0.f && at_x <= right && at_y >= 0.f && at_y <= bottom;
-  at_x = at_x > 0.f ? at_x : 0.f;
-  at_y = at_y > 0.f ? at_y : 0.f;
+  const float to_x = float(x) + u1, to_y = float(y) + u2;
+  float at_x = to_x > 0.f ? to_x : 0.f;
+  float at_y = to_y > 0.f ? to_y : 0.f;
   at_x = at_x < right ? at_x : right;
   at_y = at_y < bottom ? at_y : bottom;
   const int left = int(at_x), top = int(at_y);
   float wx[4], dx[4], wy[4], dy[4];
   tvl1_cubic(at_x - float(left), wx, dx);
   tvl1_cubic(at_y - float(top), wy, dy);
-  const float* tap = next + top * step + left;
+  const int at = top * step + left;
   float value = 0.f, ix = 0.f, iy = 0.f;
   for (int j = 0; j < 4; ++j) {
-    const float a = tap[(j - 1) * step - 1], b = tap[(j - 1) * step], c = tap[(j - 1) * step + 1],
-                d = tap[(j - 1) * step + 2];
+    const float* tap = next + (j - 1) * step - 1;
+    const float a = tap[at], b = (tap + 1)[at], c = (tap + 2)[at], d = (tap + 3)[at];
     const float line = a * wx[0] + b * wx[1] + c * wx[2] + d * wx[3];
     value += line * wy[j];
     iy += line * dy[j];
     ix += (a * dx[0] + b * dx[1] + c * dx[2] + d * dx[3]) * wy[j];
   }
   const float square = ix * ix + iy * iy;
-  const bool useful = inside && square > 1e-6f;
-  return {useful ? ix : 0.f, useful ? iy : 0.f, useful ? value - prev - (ix * u1 + iy * u2) : 0.f,
-          useful ? 1.f / square : 0.f};
+  const float inside = fabsf(to_x - at_x) + fabsf(to_y - at_y) == 0.f ? 1.f : 0.f;
+  return {ix, iy, value - prev - (ix * u1 + iy * u2), square > 1e-6f ? inside / square : 0.f};
 }
 
 // Thresholding step and primal update (IPOL, equations 15 and 17): limit = lam theta; div is the divergence of p.
