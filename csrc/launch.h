@@ -24,11 +24,26 @@ struct AdamArgs {
   int64_t numel;
 };
 
+// TV-L1 optical flow of a batch of image pairs, contiguous; `bytes`: the images are uint8, else float32 in 0..255.
+struct Tvl1Args {
+  const void* prev;  // [pairs, height, width]
+  const void* next;
+  float* flow;       // [pairs, 2, height, width], pixels, x then y
+  bool bytes;
+  int64_t pairs, height, width;
+  float tau, lam, theta;
+  int scales;
+  double scale_step;
+  int warps, iterations;
+  int median;        // side of the filter before each warp: 3 or 5, or below for none
+};
+
 namespace cpu {
 enum class Isa { base, avx2, avx512 };
 Isa isa();               // the best that was compiled in and that this CPU runs; FASTACTREC_ISA lowers it
 const char* isa_name();
 void adam_step(const AdamArgs& args, const AdamSegment* segments, int64_t count, int threads);
+void tvl1(const Tvl1Args& args, int threads);
 }  // namespace cpu
 
 #ifdef FAR_WITH_CUDA

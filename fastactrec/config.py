@@ -87,6 +87,18 @@ class FlowConfig:
     """Warps per level."""
     iterations: int = 20
     """Iterations per warp."""
+    median: int = 0
+    """Side in pixels of the median filter before each warp: 3 or 5, or 0 for none."""
+
+    def check(self) -> None:
+        for name in ("tau", "lam", "theta"):
+            value = getattr(self, name)
+            _require(0 < value < float("inf"), f"tvl1: {name}={value} is not a positive number")
+        for name in ("scales", "warps", "iterations"):
+            value = getattr(self, name)
+            _require(1 <= value <= 10000, f"tvl1: {name}={value} is not between 1 and 10000")
+        _require(0 < self.scale_step < 1, f"tvl1: scale_step={self.scale_step} is not between 0 and 1")
+        _require(self.median in (0, 3, 5), f"tvl1: median={self.median} is not 0, 3 or 5")
 
 
 @dataclass(frozen=True)

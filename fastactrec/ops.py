@@ -89,3 +89,44 @@ def adam_step(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, 
         threads=torch.get_num_threads(),
         cuda_stream=_stream_handle(param),
     )
+
+
+def tvl1(
+    prev: Tensor,
+    next: Tensor,
+    *,
+    tau: float,
+    lam: float,
+    theta: float,
+    scales: int,
+    scale_step: float,
+    warps: int,
+    iterations: int,
+    median: int,
+    threads: int,
+) -> Tensor:
+    """TV-L1 optical flow of a batch of pairs on the CPU, whatever the number of threads bit for bit the same.
+
+    Args:
+        prev, next: uint8 or float32 (0..255) [N, H, W], contiguous, CPU.
+    Returns:
+        float32 [N, 2, H, W], pixels, x then y.
+    Raises:
+        RuntimeError: types or shapes do not fit. TypeError: layout or device.
+    """
+    flow = torch.empty((prev.shape[0], 2, *prev.shape[1:]), dtype=torch.float32)
+    _ext.tvl1(
+        prev.detach(),
+        next.detach(),
+        flow,
+        tau=tau,
+        lam=lam,
+        theta=theta,
+        scales=scales,
+        scale_step=scale_step,
+        warps=warps,
+        iterations=iterations,
+        median=median,
+        threads=threads,
+    )
+    return flow

@@ -1,7 +1,7 @@
 """``fastactrec prepare SRC --out PACK``: videos or extracted frames to a pack.
 
-Clips are extracted by worker processes into PACK/work and assembled at the end; a run that was killed continues
-where it was, and the pack does not show it.
+Clips are extracted by worker processes into PACK/work and assembled at the end; a run that was killed
+continues where it was, and the pack does not show it.
 """
 
 from __future__ import annotations
@@ -93,23 +93,20 @@ def _describe(config: PrepareConfig, source: Source) -> dict:
 
 
 def _differences(old: dict, new: dict) -> str:
-    """In which of their entries two descriptions differ; the path of the source is not one (folders move)."""
-    names = []
-    for key, value in new.items():
-        there = old.get(key)
-        if key == "source":
-            value, there = value["digest"], (there or {}).get("digest")
-        if value != there:
-            names.append(
-                "the source's clips"
-                if key == "source"
-                else f"{key} ({_short(there)} there, {_short(value)} now)"
-            )
-    return ", ".join(names)
+    """In what two descriptions differ; the path of the source does not count (folders move)."""
+    old, new = dict(_entries(old)), dict(_entries(new))
+    names = [
+        f"{key} ({old.get(key)} there, {value} now)" for key, value in new.items() if old.get(key) != value
+    ]
+    return ", ".join("the source's clips" if name.startswith("source.digest") else name for name in names)
 
 
-def _short(value) -> str:
-    return json.dumps(value) if isinstance(value, dict) else str(value)
+def _entries(table: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _entries(value, f"{prefix}{key}.")
+        elif prefix + key != "source.path":
+            yield prefix + key, value
 
 
 def _is_complete(out: Path, job: dict) -> bool:

@@ -11,6 +11,7 @@
 namespace nb = nanobind;
 
 void bind_adam(nb::module_& m);
+void bind_tvl1(nb::module_& m);
 
 NB_MODULE(_ext, m) {
   m.doc() = "Compiled operations of fastactrec; call them through fastactrec.ops.";
@@ -31,4 +32,5 @@ NB_MODULE(_ext, m) {
     return info;
   });
   bind_adam(m);
+  bind_tvl1(m);
 }

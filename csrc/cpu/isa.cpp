@@ -6,6 +6,7 @@
 namespace far {
 
 FAR_DECLARE_PER_ISA(adam_step, (const AdamArgs&, const AdamSegment*, int64_t, int))
+FAR_DECLARE_PER_ISA(tvl1, (const Tvl1Args&, int))
 
 namespace cpu {
 
@@ -38,6 +39,8 @@ const char* isa_name() {
 void adam_step(const AdamArgs& args, const AdamSegment* segments, int64_t count, int threads) {
   FAR_CALL_PER_ISA(adam_step, args, segments, count, threads);
 }
+
+void tvl1(const Tvl1Args& args, int threads) { FAR_CALL_PER_ISA(tvl1, args, threads); }
 
 }  // namespace cpu
 }  // namespace far

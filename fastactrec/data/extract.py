@@ -2,8 +2,8 @@
 
 The result is a piece in OUT/work, made of two files: NNNNNNNN.jpegs, the images one after another, and then
 NNNNNNNN.json, which says where they are, or why there are none. Both appear whole (written aside, flushed to
-disk, renamed), so a process killed at any moment leaves nothing that a second start could mistake; what is made
-does not depend on who made it, or when. assemble.py turns the pieces into a pack.
+disk, renamed), so a process killed at any moment leaves nothing that a second start could mistake; what is
+made does not depend on who made it, or when. assemble.py turns the pieces into a pack.
 """
 
 from __future__ import annotations

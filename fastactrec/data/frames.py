@@ -9,8 +9,8 @@ gpu_flow (Feichtenhofer)  frame000001.jpg, N    u/VIDEO/frame000001.jpg and v/  
                                                 (or x/, y/), N - 1
 ========================  ====================  ================================  ============================
 
-As many flows as frames is TSN's way, which drops the first frame: its flows are shifted by one, so that flow k
-is k -> k+1 as everywhere in this package.
+As many flows as frames is TSN's way, which drops the first frame: its flows are shifted by one, so that
+flow k is k -> k+1 as everywhere in this package.
 """
 
 from __future__ import annotations
@@ -81,12 +81,9 @@ def _separate_flow(folder: Path, root: Path) -> tuple[list[Path], list[Path]]:
     """Flow of ``folder`` in u/ and v/ (or x/ and y/) below it, or in a tree of the same shape beside it."""
     places = [(folder, Path())]
     for base in folder.parents:
-        relative = folder.relative_to(base)
-        places += [
-            (base, relative),
-            (base, Path(*relative.parts[1:])),
-            (base / "tvl1_flow", Path(*relative.parts[1:])),
-        ]
+        inside = folder.relative_to(base)
+        roots, tails = (base, base / "tvl1_flow"), (inside, Path(*inside.parts[1:]))
+        places += itertools.product(roots, tails)
         if base == root:
             break
     for base, relative in places:

@@ -122,7 +122,7 @@ class Pack:
         return parts
 
     def verify(self) -> list[str]:
-        """All that is wrong with the pack, in words: checksums, JPEG heads and ends, splits. Reads all of it."""
+        """All that is wrong with the pack, in words: checksums, ends of JPEG files, splits. Reads it all."""
         problems = []
         for shard, entry in zip(self._shards, self.manifest["shards"], strict=True):
             if file_sha256(shard) != entry["sha256"]:

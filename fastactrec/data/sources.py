@@ -1,7 +1,7 @@
 """What a user's SRC holds: the clips of every layout in one form, before anything is decoded.
 
-Layouts: a CSV (or a folder with one), class folders, UCF101, HMDB51, Kinetics; wherever a video file may stand,
-a folder of extracted frames may too (frames.py).
+Layouts: a CSV (or a folder with one), class folders, UCF101, HMDB51, Kinetics; wherever a video file may
+stand, a folder of extracted frames may too (frames.py).
 """
 
 from __future__ import annotations
@@ -132,6 +132,8 @@ def _detect(src: Path, layout: str, lists: Path | None) -> tuple[str, Path | Non
         lists = next((place for place in places if lists_kind(place) == layout), None)
         if lists is None:
             raise InputError(f"{places[0]}: no {layout} lists there; name their folder with --lists")
+    if lists is not None and layout in ("csv", "classes", "frames"):
+        raise InputError(f"--lists {lists}: not used by --layout {layout}; leave one of them out")
     if layout != "auto":
         if layout in ("classes", "frames", "ucf101", "hmdb51") and not src.is_dir():
             raise InputError(f"{src}: not a folder, which --layout {layout} needs")
@@ -139,6 +141,10 @@ def _detect(src: Path, layout: str, lists: Path | None) -> tuple[str, Path | Non
     if lists is not None:
         return lists_kind(lists) or "kinetics", lists
     if src.is_file():
+        if src.suffix.lower() != ".csv":
+            raise InputError(
+                f"{src}: neither a folder nor a .csv file; list videos in a CSV with path and label"
+            )
         return ("kinetics" if "youtube_id" in read_table(src)[0] else "csv"), lists
     for place in (src, *_subfolders(src)):
         if kind := lists_kind(place):

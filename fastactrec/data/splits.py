@@ -18,7 +18,7 @@ _PART_NAMES = {
     "test": "test", "testing": "test",
 }  # fmt: skip
 _TRIALS = 200
-_TRIAL_GROUPS = 200_000  # trials times groups at most: a split takes a second or two, also of 10,000 groups
+_TRIAL_GROUPS = 50_000  # trials times groups at most: a split takes a second or two, also of 10,000 groups
 
 
 class OfficialLists(NamedTuple):
@@ -129,8 +129,8 @@ def group_split(
 ) -> list[str]:
     """Divide clips by whole groups, so that no scene or person is both trained and tested on.
 
-    Every class comes as near to the fractions as its groups allow, and keeps at least one group in train: a class
-    with one group is only trained on. The result depends on the arguments alone, not on the order of the clips.
+    Every class comes as near to the fractions as its groups allow, and keeps at least one group in train: a
+    class with one group is only trained on. The result does not depend on the order of the clips.
 
     Args:
         labels, groups: class and group of each clip.
@@ -153,7 +153,7 @@ def group_split(
 
 
 def _choose(counts: np.ndarray, wanted: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Rows of ``counts`` [groups, classes] whose sum is near ``wanted`` [classes]: greedy, best of many orders.
+    """Rows of ``counts`` [groups, classes] whose sum is near ``wanted`` [classes]: greedy, many orders.
 
     The cost of a choice is sum over classes of (sum - wanted)^2 / clips of the class.
     """

@@ -1,8 +1,8 @@
 """Video files in and out, through PyAV (FFmpeg inside).
 
-Headers are not believed: frames are counted by decoding them, one by one, so that memory does not grow with the
-clip. Decoding uses one thread (FFmpeg's frame threads can deadlock and hold many frames); clips are what runs in
-parallel.
+Headers are not believed: frames are counted by decoding them, one by one, so that memory does not grow with
+the clip. Decoding uses one thread (FFmpeg's frame threads can deadlock and hold many frames); clips are what
+runs in parallel.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..errors import DecodeError
 
 Size = tuple[int, int | None]  # as config.parse_size returns: (short side, None) or (width, height)
 MAX_SIDE = 8192
-# Bilinear in swscale widens its kernel when it shrinks, so it does not alias; the two flags make the bytes the same
-# on every CPU, at no cost (0.92 ms against 1.06 ms, 1280x720 -> 340x256).
+# Bilinear in swscale widens its kernel when it shrinks, so it does not alias; the two flags make the bytes
+# the same on every CPU, at no cost (0.92 ms against 1.06 ms, 1280x720 -> 340x256).
 RESIZE_NAME = "swscale bilinear"
 _RESIZE = int(Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.BITEXACT)
 
@@ -150,7 +150,7 @@ def _open(path) -> Iterator[tuple]:
     try:
         if os.stat(path).st_size == 0:
             raise DecodeError(f"{path}: empty file (0 bytes)")
-        # "file:" keeps FFmpeg from taking a colon in the name for a protocol; metadata may be in any encoding.
+        # "file:" keeps FFmpeg from taking a colon in the name for a protocol; metadata come in any encoding.
         with av.open(f"file:{os.fspath(path)}", metadata_errors="ignore") as container:
             stream = container.streams.best("video")
             if stream is None or stream.disposition & av.stream.Disposition.attached_pic:
@@ -159,9 +159,8 @@ def _open(path) -> Iterator[tuple]:
             stream.codec_context.thread_count = 1
             yield container, stream
     except av.error.FFmpegError as error:  # before OSError: some are both
-        detail = error.log[2].strip() if error.log else ""
-        text = error.strerror + (f" ({detail})" if detail else "")
-        raise DecodeError(f"{path}: {text}") from error
+        hint = ": truncated, or not a video" if isinstance(error, av.error.InvalidDataError) else ""
+        raise DecodeError(f"{path}: {error.strerror}{hint}") from error
     except OSError as error:
         raise DecodeError(f"{path}: {error.strerror or error}") from error
 
