@@ -290,3 +290,22 @@ def test_what_is_in_flight_is_bounded(pack):
     for done, _ in enumerate(loader._in_order(jobs, workers=2, ahead=3)):
         assert len(started) <= done + 1 + 3
     assert sorted(started) == list(range(50))
+
+
+def test_torch_keeps_its_threads(pack):
+    """The consumer's number of threads stays, also in a thread new to torch, and after the epoch."""
+
+    def consume():
+        seen.extend(torch.get_num_threads() for _ in train_loader(pack).epoch(0))
+
+    seen, before = [], torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        consume()
+        for target in (consume, lambda: seen.append(torch.get_num_threads())):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [3] * (6 + 6 + 1)
