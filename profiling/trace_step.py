@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 profiling/trace_step.py --out trace --period 2
 
 The step is the trainer's (decode in a thread, copy, forward, backward, FusedAdam, ParameterAverager) on a
-torchvision ResNet with random JPEGs, so that it needs no data. README.md beside this file says how to read it.
+torchvision ResNet with random JPEGs: it needs no data. README.md in this folder says how to read it.
 """
 
 from __future__ import annotations

@@ -174,6 +174,7 @@ def test_a_loss_that_is_not_finite_is_left_out_of_the_line(tmp_path):
         ("summary.json", "{}", "summary.json: lacks a field"),
         ("summary.json", "[]", "summary.json: lacks a field"),
         ("summary.json", '{"streams": {"rgb": {"top1": 71, "mean_class": 1}}, "clips": 3}', "71 is no"),
+        ("summary.json", '{"streams": {}, "clips": 3, "seconds": {"total": "9"}}', "seconds are no numbers"),
         ("scores.csv", "clip,label\n1,2\n", "scores.csv: no column or class"),
         ("confusion.csv", "a,b\nb,x\n", "confusion.csv: not a confusion matrix"),
         ("confusion.csv", "", "confusion.csv: not a confusion matrix"),

@@ -186,6 +186,8 @@ def _read_summary(path: Path) -> dict | None:
             for name in ("top1", "mean_class"):
                 if not 0 <= row[name] <= 1:
                     raise ValueError(f"{name} = {row[name]} is no fraction")
+        if not all(isinstance(value, (int, float)) for value in (summary.get("seconds") or {}).values()):
+            raise ValueError("its seconds are no numbers")
         int(summary["clips"])
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error}); {cure}") from error

@@ -65,7 +65,6 @@ def fusion_rule(run: RunFiles) -> str:
 def _lead(run: RunFiles) -> str:
     known = {
         "arch": "{}",
-        "epochs": "{} epochs",
         "batch": "batch {} per rank",
         "seed": "seed {}",
         "data": "data {}",

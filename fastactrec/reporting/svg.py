@@ -197,7 +197,7 @@ def heat_map(matrix: np.ndarray, names: list[str], *, label: str) -> Markup:
         )
         x, y = margin + predicted * cell, margin + true * cell
         box = {"x": x + 0.5, "y": y + 0.5, "width": cell - 1, "height": cell - 1}
-        marks.append(el("rect", tip, **box, class_="heat", fill_opacity=float(0.08 + 0.92 * share)))
+        marks.append(el("rect", tip, **box, class_="heat", fill_opacity=float(0.18 + 0.82 * share)))
         if cell >= 20 and value < 1000:
             ink = "cell strong" if share > 0.5 else "cell"
             marks.append(el("text", value, x=x + cell / 2, y=y + cell / 2 + 3.5, class_=ink))
