@@ -131,6 +131,7 @@ def test_crops_outside_are_refused(stack, crop):
 def test_bytes_like_inputs_are_equal(stack):
     want = decode_flow(stack)
     assert torch.equal(decode_flow([bytearray(j) for j in stack]), want)
+    assert torch.equal(decode_flow([np.frombuffer(j, np.uint8) for j in stack]), want)
     joined = memoryview(b"".join(stack))
     ends = np.cumsum([0] + [len(j) for j in stack])
     parts = [joined[a:b] for a, b in pairwise(ends)]
@@ -144,6 +145,10 @@ def test_wrong_requests(stack):
         decode_flow([stack, stack[:2]])
     with pytest.raises(ValueError, match="equal numbers"):
         decode_flow([])
+    with pytest.raises(ValueError, match="one list of JPEGs"):
+        decode_frames([[rgb_jpeg()], [rgb_jpeg()]])
+    with pytest.raises(ValueError, match="equal numbers"):
+        decode_frames([])
     with pytest.raises(ValueError, match="std must be above 0"):
         decode_flow(stack, std=0)
     with pytest.raises(ValueError, match="bound_px"):
@@ -223,3 +228,23 @@ def test_result_goes_to_the_device(stack):
     out = torch.empty(want.shape, device="cuda")
     assert decode_flow(stack, device="cuda", out=out) is out
     assert torch.equal(out.cpu(), want)
+
+
+def test_a_file_cut_anywhere_raises(stack):
+    for end in range(len(stack[0])):
+        with pytest.raises(DecodeError):
+            read_gray(stack[0][:end])
+
+
+def test_changed_bytes_never_crash(stack):
+    rng = np.random.default_rng(0)
+    for jpeg, read, shape in ((stack[0], read_gray, (37, 51)), (rgb_jpeg(), read_rgb, (37, 51, 3))):
+        for _ in range(300):
+            data = np.frombuffer(jpeg, np.uint8).copy()
+            data[rng.integers(len(data), size=rng.integers(1, 4))] = rng.integers(256)
+            try:
+                image = read(data.tobytes())
+            except DecodeError:
+                continue
+            assert image.ndim == len(shape)
+            assert image.dtype == np.uint8

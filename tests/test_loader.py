@@ -9,8 +9,14 @@ import pytest
 import simplejpeg
 import torch
 
+from fastactrec import prepare
+from fastactrec.config import PrepareConfig
 from fastactrec.data import augment, loader, sampling
+from fastactrec.data.flow import encode_flow, to_gray, tvl1
 from fastactrec.data.loader import TestLoader, TrainLoader, clip_inputs
+from fastactrec.data.pack import open_pack
+from fastactrec.data.synthetic import make_synthetic
+from fastactrec.data.video import read_frames
 from fastactrec.errors import DecodeError, InputError
 
 
@@ -309,3 +315,24 @@ def test_torch_keeps_its_threads(pack):
     finally:
         torch.set_num_threads(before)
     assert seen == [3] * (6 + 6 + 1)
+
+
+def test_a_pack_of_videos_gives_what_the_videos_give(tmp_path):
+    """Prepared, packed and loaded, or decoded and computed in memory: equal up to JPEG loss."""
+    make_synthetic(tmp_path / "videos", clips_per_class_train=1, clips_per_class_test=1, seed=0)
+    prepare.run(PrepareConfig(src=tmp_path / "videos", out=tmp_path / "pack", size="64x64", workers=1))
+    pack = open_pack(tmp_path / "pack")
+    clips = pack.split()["test"][::3]
+    options = {"segments": 3, "flow_length": 5, "crop": 56, "mean": 0.0, "std": 1.0}
+    test = {m: dict(check_loader(pack, clips, modality=m, **options)) for m in ("rgb", "flow")}
+    for index in clips:
+        path = tmp_path / "videos" / pack.classes[pack.clips[index].label] / f"{pack.clips[index].group}.mp4"
+        frames = np.stack(list(read_frames(path, size=(64, 64))))
+        gray = to_gray(frames)
+        codes = encode_flow(tvl1(gray[:-1], gray[1:]), pack.bound_px).numpy()
+        for modality, images, loss in (("rgb", frames, 0.02), ("flow", codes, 0.1)):  # of 0..1; pixels
+            views = clip_inputs(images, modality=modality, crops=10, bound_px=pack.bound_px, **options)
+            assert abs(views - test[modality][index]).mean() < loss, (modality, path)
+    for modality in ("rgb", "flow"):
+        train = train_loader(pack, pack.split()["train"], modality=modality, crop=56, batch=3)
+        assert sum(len(batch.clips) for batch in train.epoch(0)) == 8

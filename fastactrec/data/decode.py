@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import DecodeError
 
-Jpeg = bytes | bytearray | memoryview
+Jpeg = bytes | bytearray | memoryview | np.ndarray  # a file's bytes
 Crop = tuple[int, int, int, int]
 
 RAW_DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64, torch.float16: torch.int16}
@@ -213,11 +213,16 @@ def decode_frames(
     device: str | torch.device = "cpu",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Decode N RGB pictures of one size: (byte / 255 - mean) / std, [N, 3, h, w]. Arguments and errors:
-    ``decode_flow``; mean and std are scalars or one number per colour."""
-    return _decode(
-        [[j] for j in _samples(jpegs)[0]], read_rgb, frame_tables(mean, std, dtype), crop, flip, device, out
-    )
+    """Decode N RGB pictures of one size: (byte / 255 - mean) / std, [N, 3, h, w].
+
+    Arguments and errors as for ``decode_flow``, but: ``jpegs`` are N files (see ``read_rgb``), and mean and
+    std are scalars or one number per colour.
+    """
+    jpegs = list(jpegs)
+    if not all(isinstance(jpeg, Jpeg) for jpeg in jpegs):
+        raise ValueError("decode_frames takes one list of JPEGs, a picture each")
+    samples = _samples([[jpeg] for jpeg in jpegs])
+    return _decode(samples, read_rgb, frame_tables(mean, std, dtype), crop, flip, device, out)
 
 
 def _samples(jpegs) -> list[Sequence[Jpeg]]:
