@@ -31,7 +31,7 @@ _HOMES = {
     "AveragingError": "errors",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604, all of them are strings
 
 
 def __getattr__(name: str):

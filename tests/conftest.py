@@ -22,14 +22,13 @@ def shared_data() -> Path:
 
 
 @pytest.fixture
-def fastactrec():
-    """Runs a command as a user would: ``fastactrec("train", "--epochs", "1")`` -> CompletedProcess (text)."""
+def launch():
+    """Runs Python as a user would, under torchrun when there are several ranks: ``launch("-m", "fastactrec.train",
+    "--epochs", 1)`` -> CompletedProcess (text)."""
 
     def call(*words, ranks: int = 1, timeout: float = 300, cwd: Path = REPO) -> subprocess.CompletedProcess:
-        start = [sys.executable, "-m"]
-        if ranks > 1:
-            start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-        command = [*start, f"fastactrec.{words[0]}", *map(str, words[1:])]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        command = [sys.executable, *torchrun, *map(str, words)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
         return subprocess.run(
             command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment, check=False

@@ -200,18 +200,23 @@ def test_wrong_packs_and_checkpoints_leave_nothing_behind(run, pack, tmp_path, c
 
 
 @pytest.mark.parametrize("sync", ["kavg", "ddp"])
-def test_two_ranks_end_equal(sync, pack, tmp_path, fastactrec):
+def test_two_ranks_end_with_the_same_bytes(sync, pack, tmp_path, launch):
     folder = tmp_path / "run"
-    words = ["--data", pack, "--run-folder", folder, *QUICK, "--sync", sync]
-    done = fastactrec("train", *words, ranks=2)
+    words = ["--data", pack, "--run-folder", folder, *QUICK, "--sync", sync, "--period", 4]
+    done = launch(Path(__file__).with_name("train_and_dump.py"), tmp_path, *words, ranks=2)
     assert done.returncode == 0, done.stderr
+    for stream in ("rgb", "flow"):
+        first, second = (torch.load(tmp_path / f"{stream}-{rank}.pt", weights_only=True) for rank in (0, 1))
+        assert any("running_var" in name for name in first)
+        for name, tensor in first.items():
+            assert tensor.numpy().tobytes() == second[name].numpy().tobytes(), name
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     epochs = [r for r in records if r["kind"] == "epoch"]
     assert len(epochs) == 4
     assert all(r["exposed_comm_s"] > 0 for r in epochs)
-    one = fastactrec("evaluate", "--run-folder", folder, "--out", tmp_path / "one")
+    one = launch("-m", "fastactrec.evaluate", "--run-folder", folder, "--out", tmp_path / "one")
     assert one.returncode == 0, one.stderr
-    three = fastactrec("evaluate", "--run-folder", folder, "--out", tmp_path / "three", ranks=3)
+    three = launch("-m", "fastactrec.evaluate", "--run-folder", folder, "--out", tmp_path / "three", ranks=3)
     assert three.returncode == 0, three.stderr
     figures = [json.loads((p / "summary.json").read_text()) for p in (folder, tmp_path / "one", tmp_path / "three")]
     assert figures[0]["streams"] == figures[1]["streams"] == figures[2]["streams"]
@@ -219,8 +224,10 @@ def test_two_ranks_end_equal(sync, pack, tmp_path, fastactrec):
     assert figures[2]["clips"] == 16
 
 
-def test_a_world_that_does_not_fit(pack, tmp_path, fastactrec):
-    done = fastactrec("train", "--data", pack, "--run-folder", tmp_path / "run", *QUICK, "--sync", "none", ranks=2)
+def test_a_world_that_does_not_fit(pack, tmp_path, launch):
+    folder = tmp_path / "run"
+    words = ["-m", "fastactrec.train", "--data", pack, "--run-folder", folder, *QUICK, "--sync", "none"]
+    done = launch(*words, ranks=2)
     assert done.returncode != 0
     assert "--sync none trains on one process; use --sync kavg or ddp, but WORLD_SIZE is 2" in done.stderr
-    assert not (tmp_path / "run").exists()
+    assert not folder.exists()

@@ -292,4 +292,5 @@ class StreamTrainer:
         elif self.world.distributed:  # DDP keeps parameters equal, but each rank has its own batch statistics
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, src=0)
+        self.world.require_equal(self.model)
         seconds["comm"] += time.perf_counter() - start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import FastactrecError, InputError
+from ..errors import AveragingError, FastactrecError, InputError
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,23 @@ class World:
             with torch.no_grad():
                 for tensor in model.state_dict().values():
                     dist.broadcast(tensor, src=0)
+
+    def require_equal(self, model: nn.Module) -> None:
+        """Compare a checksum of every rank's parameters and buffers.
+
+        Raises:
+            AveragingError: on every rank, when replicas that should be one differ.
+        """
+        if self.distributed:
+            checksum = 0
+            for tensor in model.state_dict().values():
+                data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                checksum = zlib.crc32(data, checksum)
+            low, high = self.max([-float(checksum), float(checksum)])
+            if -low != high:
+                raise AveragingError(
+                    "the ranks' parameters or buffers differ after they were averaged; please report it"
+                )
 
 
 @contextlib.contextmanager
