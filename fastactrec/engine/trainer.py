@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import MIB, STREAMS, TrainConfig, normalisation, parse_scales
@@ -119,7 +119,7 @@ class StreamTrainer:
             self.network = DistributedDataParallel(self.model)
             self.network.register_comm_hook(None, self._all_reduce_gradients)
 
-    def _all_reduce_gradients(self, _state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _all_reduce_gradients(self, _state, bucket):  # DDP checks annotations, and refuses postponed ones
         """DDP's own averaging, noting when the last bucket was ready: what follows in backward is exposed."""
         self.last_bucket_ready_s = time.perf_counter()
         buffer = bucket.buffer().div_(self.world.size)
