@@ -85,7 +85,7 @@ struct State {
 };
 
 struct Weights {
-  float limit, theta, rate;
+  float limit, tau, rate;
 };
 
 // The last column has no right neighbour: a copy of it beyond the edge makes its forward difference zero.
@@ -111,7 +111,7 @@ void primal_row(const State& s, int64_t y, Weights w) {
   for (int64_t x = 0; x < n; ++x) {
     const float div1 = p11[x] - p11[x - 1] + p12[x] - p12_above[x];
     const float div2 = p21[x] - p21[x - 1] + p22[x] - p22_above[x];
-    tvl1_primal(u1[x], u2[x], div1, div2, {ix[x], iy[x], rho[x], inv[x]}, w.limit, w.theta);
+    tvl1_primal(u1[x], u2[x], div1, div2, {ix[x], iy[x], rho[x], inv[x]}, w.limit);
   }
   close_row(s, y);
 }
@@ -130,7 +130,7 @@ void dual_row(const State& s, int64_t y, Weights w) {
   FAR_VECTORISE
   for (int64_t x = 0; x < n; ++x)
     tvl1_dual(p11[x], p12[x], p21[x], p22[x], u1[x + 1] - u1[x], u1_below[x] - u1[x], u2[x + 1] - u2[x],
-              u2_below[x] - u2[x], w.rate);
+              u2_below[x] - u2[x], w.tau, w.rate);
 }
 
 // Step y of an iteration: the primal update of row y, then the dual update of row y - 1, which needs it.
@@ -290,7 +290,7 @@ void solve(const Tvl1Args& a, int64_t pair, int threads) {
     }
 
   const Buffer unfiltered(a.median > 1 ? image_size(a.height, a.width) : 0);
-  const Weights weights{a.lam * a.theta, a.theta, a.tau / a.theta};
+  const Weights weights{a.lam * a.theta, a.tau, a.tau / a.theta};
   const int64_t second = std::min<int64_t>(scales - 1, 1);
   const Buffer even(State::size(a.height, a.width)), odd(State::size(shapes[second].height, shapes[second].width));
   for (int64_t i = scales - 1; i >= 0; --i) {

@@ -1,5 +1,5 @@
 // One pixel of TV-L1 optical flow (Zach, Pock & Bischof 2007; Sánchez, Meinhardt-Llopis & Facciolo, IPOL 2013).
-// Flow (u1, u2) is x, y in pixels; (p11, p12) and (p21, p22) are the dual fields of u1 and u2.
+// Flow (u1, u2) is x, y in pixels; (p11, p12) and (p21, p22) are the dual fields of u1 and u2, times theta.
 #pragma once
 
 #include <cmath>
@@ -73,26 +73,26 @@ FAR_HD Tvl1Data tvl1_warp(float prev, const float* next, int step, int height, i
 }
 
 // Thresholding step and primal update (IPOL, equations 15 and 17): limit = lam theta; div is the divergence of p.
-FAR_HD void tvl1_primal(float& u1, float& u2, float div1, float div2, const Tvl1Data& d, float limit, float theta) {
+FAR_HD void tvl1_primal(float& u1, float& u2, float div1, float div2, const Tvl1Data& d, float limit) {
   float move = (d.rho + d.ix * u1 + d.iy * u2) * d.inv;
   move = move > -limit ? move : -limit;
   move = move < limit ? move : limit;
-  u1 = u1 - move * d.ix + theta * div1;
-  u2 = u2 - move * d.iy + theta * div2;
+  u1 = u1 - move * d.ix + div1;
+  u2 = u2 - move * d.iy + div2;
 }
 
 // Dual update (IPOL, equation 19) of both fields, from the forward differences of u; rate = tau / theta. The two
 // quotients share one division.
 FAR_HD void tvl1_dual(float& p11, float& p12, float& p21, float& p22, float u1x, float u1y, float u2x, float u2y,
-                      float rate) {
+                      float tau, float rate) {
   const float n1 = 1.f + rate * sqrtf(u1x * u1x + u1y * u1y);
   const float n2 = 1.f + rate * sqrtf(u2x * u2x + u2y * u2y);
   const float both = 1.f / (n1 * n2);
   const float r1 = n2 * both, r2 = n1 * both;
-  p11 = (p11 + rate * u1x) * r1;
-  p12 = (p12 + rate * u1y) * r1;
-  p21 = (p21 + rate * u2x) * r2;
-  p22 = (p22 + rate * u2y) * r2;
+  p11 = (p11 + tau * u1x) * r1;
+  p12 = (p12 + tau * u1y) * r1;
+  p21 = (p21 + tau * u2x) * r2;
+  p22 = (p22 + tau * u2y) * r2;
 }
 
 }  // namespace far
