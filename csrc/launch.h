@@ -13,7 +13,7 @@ struct AdamSegment {
   float beta1, beta2, one_minus_beta1, one_minus_beta2;
   float eps;
   float l2;            // added to the gradient times the parameter (Adam)
-  float shrink;        // 1 - lr * weight_decay (AdamW), else 1
+  float decay;         // lr * weight_decay (AdamW), subtracted times the parameter
 };
 
 struct AdamArgs {

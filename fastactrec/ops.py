@@ -50,7 +50,7 @@ ADAM_SEGMENT = np.dtype(
         ("one_minus_beta2", "<f4"),
         ("eps", "<f4"),
         ("l2", "<f4"),
-        ("shrink", "<f4"),
+        ("decay", "<f4"),
     ],
     align=True,
 )

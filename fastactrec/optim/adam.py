@@ -13,7 +13,7 @@ from ..errors import InputError
 from .buckets import Bucket, FlatBuckets
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-MASSES = ("exp_avg_mass", "exp_avg_sq_mass")  # their keys in a state dict
+MASSES = ("exp_avg_mass", "exp_avg_sq_mass")  # their keys in a state dict, with "mass_step", see _mass
 # torch.optim.Adam's group keys that FusedAdam knows but does not offer: it refuses other values.
 FIXED = {
     "amsgrad": False,
@@ -98,6 +98,9 @@ class FusedAdam(torch.optim.Optimizer):
                         f"{name}={group[name]} is not supported by FusedAdam: use torch.optim.Adam"
                     )
 
+    def __getstate__(self) -> dict:
+        raise InputError("FusedAdam cannot be copied or pickled, its state lies in buckets: use state_dict()")
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients: None until the next backward (fastest), or zeros with set_to_none=False."""
         self.buckets.zero_grad(set_to_none)
@@ -134,7 +137,7 @@ class FusedAdam(torch.optim.Optimizer):
         table["eps"] = eps
         decoupled = group["decoupled_weight_decay"]
         table["l2"] = 0.0 if decoupled else decay
-        table["shrink"] = 1 - lr * decay if decoupled else 1.0
+        table["decay"] = lr * decay if decoupled else 0.0
         flat = bucket.flat
         ops.adam_step(flat["param"], flat["grad"], flat["exp_avg"], flat["exp_avg_sq"], table)
         # The kernel writes behind autograd's back: a graph that saved these weights must notice.
@@ -168,8 +171,9 @@ class FusedAdam(torch.optim.Optimizer):
         """torch.optim.Adam's layout, own copies; plus the masses (float) per parameter."""
         saved = super().state_dict()
         for i, entry in saved["state"].items():
-            masses = zip(MASSES, self.masses[:, i].tolist(), strict=True)
-            saved["state"][i] = {name: value.clone() for name, value in entry.items()} | dict(masses)
+            masses = dict(zip(MASSES, self.masses[:, i].tolist(), strict=True))
+            copies = {name: value.clone() for name, value in entry.items()}
+            saved["state"][i] = {**copies, **masses, "mass_step": float(self.steps[i])}
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -190,12 +194,17 @@ class FusedAdam(torch.optim.Optimizer):
             betas = self.param_groups[self.buckets.group_of[i]]["betas"]
             for row, (name, beta) in enumerate(zip(MOMENTS, betas, strict=True)):
                 self.buckets.view(name, i).copy_(entry[name])
-                self.masses[row, i] = entry.get(MASSES[row], mass_after(float(self.steps[i]), float(beta)))
+                self.masses[row, i] = _mass(entry, MASSES[row], float(beta))
             self.publish([i])
 
 
-def mass_after(step: float, beta: float) -> float:
-    """1 - beta^step without cancellation: the mass after `step` steps of a <- beta a + (1 - beta)."""
-    if step == 0:
-        return 0.0
-    return -math.expm1(step * math.log(beta)) if beta > 0 else 1.0
+def _mass(entry: dict, name: str, beta: float) -> float:
+    """The mass at a saved entry's step: 1 - (1 - mass) beta^steps since it was written.
+
+    torch's optimizers carry keys they do not know along unchanged while their step advances.
+    """
+    mass = entry.get(name, 0.0)
+    steps = float(entry["step"]) - entry.get("mass_step", 0.0)
+    if steps <= 0:
+        return mass
+    return 1.0 if beta == 0 else -math.expm1(steps * math.log(beta) + math.log1p(-mass))

@@ -62,8 +62,8 @@ class ParameterAverager:
         seconds: host time of the last averaging, waiting included.
     Raises:
         InputError: an option out of range or not supported.
-        AveragingError: on every rank, when ranks differ in layout, options, frozen parameters or call; or when
-            the communication failed (this rank's parameters are then half averaged: go back to a checkpoint).
+        AveragingError: on every rank, when ranks differ in layout, options, frozen parameters or call; or
+            when communication failed (the parameters are then half averaged: go back to a checkpoint).
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from .layout import ALIGN_BYTES, Bucket, collect_params, dense_stride, plan_buckets
 
-NORM_CHUNK = 8192  # elements summed in float32 before double takes over, see FlatBuckets.grad_norm
+NORM_CHUNK = 1024  # elements summed in float32 before double takes over, see FlatBuckets.grad_norm
 
 
 class FlatBuckets:
@@ -172,8 +172,7 @@ class FlatBuckets:
                 bucket.add(name)
 
     def view(self, name: str, i: int) -> Tensor:
-        """Parameter i's piece of a flat buffer, in the parameter's shape and memory format (parked state if
-        frozen)."""
+        """Parameter i's piece of a flat buffer, in its shape and memory format; parked if it is frozen."""
         if i not in self._home:
             if i not in self._parked[name]:
                 self._parked[name][i] = torch.zeros_like(self.params[i], dtype=torch.float32)
@@ -194,9 +193,8 @@ class FlatBuckets:
     # Gradients
 
     def _catch(self, i: int):
-        reference = weakref.ref(
-            self
-        )  # Python's collector does not see through a tensor's hooks: no cycle here
+        # Weak: Python's collector does not see through a tensor's hooks; a cycle would never be freed.
+        reference = weakref.ref(self)
 
         def hook(p: Tensor) -> None:
             buckets = reference()
@@ -217,8 +215,7 @@ class FlatBuckets:
         self._stale[i] = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients: ``.grad`` becomes None until the next backward, or zero with
-        set_to_none=False."""
+        """Forgets the gradients: ``.grad`` is None until the next backward; zero with set_to_none=False."""
         if set_to_none:
             for _, p, _, _ in self._watch:
                 p.grad = None
@@ -233,27 +230,24 @@ class FlatBuckets:
                 p.grad = grad
 
     def settle(self) -> None:
-        """Checks that parameters and gradients are still the buckets' views, and zeroes views without a
-        gradient.
+        """Checks that parameters and gradients are still the buckets' views; zeroes views without a gradient.
 
         Raises:
-            InputError: a view was replaced, or a frozen parameter became trainable; the message says what to
-                do.
+            InputError: a view was replaced, or a frozen parameter became trainable; with the cure.
         """
         for i, p, pointer, grad in self._watch:
             if p.data_ptr() != pointer:
                 raise InputError(
-                    f"{self.names[i]} no longer lies in its bucket (model.to(), .half() or an assignment to .data "
-                    "replaced its storage): call buckets.rebuild() afterwards"
+                    f"{self.names[i]} no longer lies in its bucket (model.to(), .half() or an assignment to "
+                    ".data replaced its storage): call buckets.rebuild() afterwards"
                 )
             if p.grad is None:
                 if self.touched[i] or self._stale[i]:
                     grad.zero_()
                     self.touched[i] = self._stale[i] = False
             elif p.grad is not grad and (self.adopt_grads or not self.touched[i]):
-                self._take(
-                    i, p
-                )  # assigned by hand, or by DistributedDataParallel for a part unused on this rank
+                # assigned by hand, or by DistributedDataParallel where this rank did not use the parameter
+                self._take(i, p)
             elif p.grad is not grad:
                 raise InputError(
                     f"the gradient of {self.names[i]} is no longer a view of its bucket: build "
@@ -271,35 +265,35 @@ class FlatBuckets:
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all gradients together, float64 [] on the first bucket's device, without a loop over
-        parameters.
+        """The norm of all gradients together, without a loop over parameters.
 
-        A float32 sum over a whole bucket is off by 1e-4 and more on the CPU; sums over NORM_CHUNK elements
+        A float32 sum over a whole bucket is off by 1e-4 and more on the CPU, so sums over NORM_CHUNK elements
         are combined in double.
+
+        Returns:
+            float64 [], on the first bucket's device.
         """
         self.settle()
         norms = []
         for bucket in self.buckets:
             flat = bucket.flat["grad"]
             whole = flat.numel() // NORM_CHUNK * NORM_CHUNK
-            rows = (
-                torch.linalg.vector_norm(flat[:whole].view(-1, NORM_CHUNK), norm_type, dim=1)
-                if whole
-                else flat[:0]
-            )
-            tail = (
-                torch.linalg.vector_norm(flat[whole:], norm_type).view(1)
-                if whole < flat.numel()
-                else flat[:0]
-            )
-            norms.append(torch.cat([rows, tail]).double().to(self.buckets[0].device))
-        norms = torch.cat(norms) if norms else torch.zeros(1, dtype=torch.float64)
-        return torch.linalg.vector_norm(norms, norm_type) if norms.numel() else norms.sum()
+            if whole:
+                norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, NORM_CHUNK), norm_type, dim=1))
+            if whole < flat.numel():
+                norms.append(torch.linalg.vector_norm(flat[whole:], norm_type).view(1))
+        if not norms:
+            return torch.zeros((), dtype=torch.float64)
+        parts = torch.cat([norm.double().to(norms[0].device) for norm in norms])
+        return torch.linalg.vector_norm(parts, norm_type)
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """torch.nn.utils.clip_grad_norm_ over flat buckets; returns the norm before clipping. No host
-        sync."""
+        """torch.nn.utils.clip_grad_norm_ over flat buckets, without waiting for the device.
+
+        Returns:
+            float32 [], the norm before clipping.
+        """
         norm = self.grad_norm(norm_type)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for bucket in self.buckets:
