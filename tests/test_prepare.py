@@ -15,6 +15,7 @@ import pytest
 import simplejpeg
 
 import fastactrec.data.assemble as assemble
+import fastactrec.data.extract as extract
 from fastactrec import cli, progress
 from fastactrec.config import PrepareConfig
 from fastactrec.data.flow import decode_codes, to_gray, tvl1
@@ -258,28 +259,21 @@ def test_real_frame_folders_get_flow_of_their_own(shared_data, tmp_path):
 # Killed, continued
 
 
-def test_killed_at_any_moment_and_continued_gives_the_same_bytes(fight, tmp_path):
-    options = ["--size", "short:128", "--max-frames", "8", "--workers", "2"]
+def test_killed_and_continued_gives_the_same_bytes(fight, tmp_path):
+    options = ["--size", "short:128", "--max-frames", "8", "--workers"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert cli.run("prepare", [str(fight), "--out", str(whole), *options[:-1], "1"]) == 0
-    command = [sys.executable, "-m", "fastactrec.prepare", str(fight), "--out", str(killed), *options]
-    done = 0
-    for pieces in (1, 4):
-        process = subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE)
-        while process.poll() is None and len(list(killed.glob("work/*.json"))) <= pieces:
+    assert cli.run("prepare", [str(fight), "--out", str(whole), *options, "1"]) == 0
+    command = [sys.executable, "-m", "fastactrec.prepare", str(fight), "--out", str(killed), *options, "2"]
+    with subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE) as process:
+        while process.poll() is None and len(list(killed.glob("work/0*.json"))) < 3:
             time.sleep(0.005)
         assert process.poll() is None, process.stderr.read()
         workers = _children(process.pid)
         process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stderr.close()
-        assert workers
-        _wait_until(lambda ids=workers: not any(map(_alive, ids)))
-        assert not (killed / "manifest.json").exists()
-        now = len(list(killed.glob("work/0*.json")))
-        assert now > done
-        done = now
-    assert cli.run("prepare", [str(fight), "--out", str(killed), *options[:-1], "1"]) == 0
+    assert workers
+    _wait_until(lambda: not any(map(_alive, workers)))
+    assert not (killed / "manifest.json").exists()
+    assert cli.run("prepare", [str(fight), "--out", str(killed), *options, "1"]) == 0
     assert contents(killed) == contents(whole)
 
 
@@ -305,29 +299,30 @@ class Killed(BaseException):
     """Stands for a kill: nothing in the package catches it."""
 
 
-def test_stopped_while_assembling_and_continued_gives_the_same_bytes(fight, tmp_path, monkeypatch):
-    monkeypatch.setattr(assemble, "SHARD_BYTES", 60_000)
-    options = config(fight, tmp_path / "whole")
+def test_stopped_between_files_and_continued_gives_the_same_bytes(fight, tmp_path, monkeypatch):
+    monkeypatch.setattr(assemble, "SHARD_BYTES", 20_000)
+    options = config(fight, tmp_path / "whole", size="short:24", max_frames=3)
     run(options)
     assert len(list((tmp_path / "whole" / "shards").iterdir())) >= 3
-    original, writes = assemble.whole, [0]
+    original, writes = extract.whole, [0]
 
     def whole(path):
         writes[0] += 1
-        if writes[0] == stop:
+        if writes[0] == starts:  # every start comes a file further
             raise Killed
         return original(path)
 
-    monkeypatch.setattr(assemble, "whole", whole)
-    stop, finished = 0, False
+    for module in (extract, assemble):
+        monkeypatch.setattr(module, "whole", whole)
+    starts, finished = 0, False
     while not finished:
-        stop, writes[0] = stop + 1, 0
+        starts, writes[0] = starts + 1, 0
         try:
             run(replace(options, out=tmp_path / "stopped"))
             finished = True
         except Killed:
             assert not (tmp_path / "stopped" / "manifest.json").exists()
-    assert stop > 5
+    assert starts > 5
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
 
 
