@@ -85,9 +85,7 @@ def _cards(run: RunFiles) -> list[tuple[str, str, str]]:
     seconds = (run.summary or {}).get("seconds") or {}
     trained = sum(log.total("seconds") for log in run.logs.values())
     if total := seconds.get("total", trained):
-        entries.append(
-            ("time", duration(total), "whole command" if "total" in seconds else "training epochs")
-        )
+        entries.append(("time", duration(total), "all training epochs"))
     if trained:
         comm = sum(log.total("exposed_comm_s") for log in run.logs.values())
         data = sum(log.total("data_s") for log in run.logs.values())
@@ -198,7 +196,7 @@ def time_parts(log: StreamLog) -> dict[str, float]:
 
 
 def summary_parts(run: RunFiles) -> dict[str, float] | None:
-    """The same for the whole command, from summary.json."""
+    """The same for all streams, from summary.json."""
     seconds = (run.summary or {}).get("seconds") or {}
     if not seconds.get("total"):
         return None
@@ -210,7 +208,7 @@ def summary_parts(run: RunFiles) -> dict[str, float] | None:
 def time_section(run: RunFiles) -> Markup:
     rows = [(f"{stream}, training", time_parts(log)) for stream, log in run.logs.items()]
     if whole := summary_parts(run):
-        rows.append(("whole command", whole))
+        rows.append(("all streams, training", whole))
     speed = epoch_lines(run, "clips_per_s")
     caption = "Clips per second and epoch, loading included."
     drawing, numbers = time_split(rows)
@@ -229,7 +227,7 @@ def time_split(rows: list[tuple[str, dict[str, float]]]) -> tuple[Markup, Markup
     columns = ["", *TIME_KINDS, "total"]
     caption = (
         "Data: the step waited for its batch. Exposed communication: hidden by no computation. "
-        "Other: what these do not explain, such as evaluation, checkpoints and start-up."
+        "Other: what these do not explain, such as validation and logging."
     )
     flush = range(1, len(columns))
     return drawing, el("div", table(columns, cells, label="Time in numbers", caption=caption, numeric=flush))
