@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 @contextlib.contextmanager
@@ -21,6 +22,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """``atomic_path``, opened for writing bytes."""
+    with atomic_path(path) as temporary, open(temporary, "wb") as file:
+        yield file
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:

@@ -27,13 +27,14 @@ from pathlib import Path
 from . import __version__, progress
 from .config import FlowConfig, PrepareConfig, parse_size
 from .data.assemble import assemble
-from .data.extract import Extraction, extract_clip, read_record, whole, write_rejection
+from .data.extract import Extraction, extract_clip, read_record, write_rejection
 from .data.jpeg import SUBSAMPLING
 from .data.pack import ALIGNMENT, FORMAT, VERSION, manifest_path, work_path
 from .data.sources import Source, find_source
 from .data.splits import PARTS, group_split
 from .data.video import RESIZE_NAME
 from .errors import FastactrecError, InputError
+from .files import atomic_file
 
 
 def run(config: PrepareConfig) -> None:
@@ -150,7 +151,7 @@ def _work_folder(out: Path, job: dict) -> Iterator[Path]:
                 )
             progress.say(f"{out}: continuing")
         else:
-            with whole(note) as file:
+            with atomic_file(note) as file:
                 file.write(json.dumps(job | {"versions": versions}).encode())
         try:
             yield work

@@ -81,7 +81,7 @@ def _open_for(config: TrainConfig, path: Path) -> Pack:
 def _make_synthetic_pack(folder: Path, seed: int) -> None:
     videos = folder / "videos"
     if not (videos / "clips.csv").is_file():
-        make_synthetic(videos, seed=seed)
+        make_synthetic(videos, clips_per_class_train=16, clips_per_class_test=8, seed=seed)
     prepare.run(PrepareConfig(src=videos, out=folder / "pack", size="64x64"))
 
 

@@ -304,16 +304,16 @@ def test_stopped_between_files_and_continued_gives_the_same_bytes(fight, tmp_pat
     options = config(fight, tmp_path / "whole", size="short:24", max_frames=3)
     run(options)
     assert len(list((tmp_path / "whole" / "shards").iterdir())) >= 3
-    original, writes = extract.whole, [0]
+    original, writes = extract.atomic_file, [0]
 
-    def whole(path):
+    def counted(path):
         writes[0] += 1
         if writes[0] == starts:  # every start comes a file further
             raise Killed
         return original(path)
 
     for module in (extract, assemble):
-        monkeypatch.setattr(module, "whole", whole)
+        monkeypatch.setattr(module, "atomic_file", counted)
     starts, finished = 0, False
     while not finished:
         starts, writes[0] = starts + 1, 0

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .extract import piece, read_record, whole
+from ..files import atomic_file
+from .extract import piece, read_record
 from .pack import CLIP_COLUMNS, INDEX_DTYPE, file_sha256, manifest_path, work_path
 from .sources import ClipSource, Source
 
@@ -73,7 +74,7 @@ def assemble(out: Path, source: Source, splits: dict[str, dict[str, str]], manif
         shards.append(_write_shard(path, samples, work))
         for sample in samples:
             piece(work, sample.number, "jpegs").unlink(missing_ok=True)
-    with whole(out / "index.npy") as file:
+    with atomic_file(out / "index.npy") as file:
         np.save(file, np.concatenate(index))
     _write_csv(out / "clips.csv", CLIP_COLUMNS, rows)
     _write_csv(out / "rejected.csv", ("path", "reason"), rejected)
@@ -82,7 +83,7 @@ def assemble(out: Path, source: Source, splits: dict[str, dict[str, str]], manif
         _write_csv(out / "splits" / f"{name}.csv", ("id", "part"), listed)
     frames = sum(row[CLIP_COLUMNS.index("frames")] for row in rows)
     manifest = manifest | {"clips": len(kept), "frames": frames, "rejected": len(rejected), "shards": shards}
-    with whole(manifest_path(out)) as file:
+    with atomic_file(manifest_path(out)) as file:
         file.write((json.dumps(manifest, indent=1) + "\n").encode())
     return manifest
 
@@ -130,7 +131,7 @@ def _index_rows(shard: int, samples: list[_Sample]) -> np.ndarray:
 def _write_shard(path: Path, samples: list[_Sample], work: Path) -> dict:
     size = _END + sum(member.room for sample in samples for member in sample.members)
     if not path.exists():  # else a start before this one finished it: it came by a rename, whole
-        with whole(path) as tar:
+        with atomic_file(path) as tar:
             for sample in samples:
                 with open(piece(work, sample.number, "jpegs"), "rb") as images:
                     for member in sample.members:
@@ -158,5 +159,5 @@ def _write_csv(path: Path, columns: tuple[str, ...], rows: list[tuple]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     writer.writerows(rows)
-    with whole(path) as file:
+    with atomic_file(path) as file:
         file.write(text.getvalue().encode("utf-8", "surrogateescape"))

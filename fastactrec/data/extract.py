@@ -8,10 +8,8 @@ made does not depend on who made it, or when. assemble.py turns the pieces into 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import numpy as np
 
 from ..config import FlowConfig
 from ..errors import DecodeError
+from ..files import atomic_file
 from .frames import FrameFolder, read_frame_folder
 from .jpeg import encode_gray, encode_rgb, read_jpeg
 from .sources import ClipSource
@@ -48,18 +47,18 @@ def extract_clip(job: Extraction, number: int, clip: ClipSource) -> dict:
     """Make clip ``number``'s piece; returns what its JSON file says: frames, or a rejection's reason."""
     images = piece(job.work, number, "jpegs")
     try:
-        with whole(images) as file:
+        with atomic_file(images) as file:
             record = _extract(job, clip, file)
     except DecodeError as error:
         record = {"reason": str(error).removeprefix(f"{clip.path}: ")}
-    with whole(piece(job.work, number, "json")) as file:
+    with atomic_file(piece(job.work, number, "json")) as file:
         file.write(json.dumps(record).encode())
     return record
 
 
 def write_rejection(work: Path, number: int, reason: str) -> None:
     """The piece of a clip that need not be opened to be rejected."""
-    with whole(piece(work, number, "json")) as file:
+    with atomic_file(piece(work, number, "json")) as file:
         file.write(json.dumps({"reason": reason}).encode())
 
 
@@ -158,17 +157,3 @@ def _append(file, data: bytes) -> tuple[int, int]:
 
 def piece(work: Path, number: int, kind: str) -> Path:
     return work / f"{number:08d}.{kind}"
-
-
-@contextlib.contextmanager
-def whole(path: Path):
-    """A binary file that appears under its name when it is complete and on disk, or not at all."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ import numpy as np
 from av.video.reformatter import Interpolation, VideoReformatter
 
 from ..errors import DecodeError
+from ..files import atomic_path
 
 Size = tuple[int, int | None]  # as config.parse_size returns: (short side, None) or (width, height)
 MAX_SIDE = 8192
@@ -116,32 +117,27 @@ def write_video(
     path = Path(path)
     if codec not in av.codecs_available:
         codec = "mpeg4"
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with av.open(f"file:{partial}", "w", format="mp4") as container:
-            stream, shape = None, None
-            for frame in frames:
-                if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
-                    raise ValueError(
-                        f"write_video: a frame is {frame.dtype} {frame.shape}, not uint8 [H, W, 3]"
-                    )
-                if stream is None:
-                    shape = frame.shape
-                    stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(100_000))
-                    stream.height, stream.width = (side + side % 2 for side in shape[:2])
-                    stream.pix_fmt = "yuv420p"
-                    stream.codec_context.thread_count = 1  # the same bytes on every machine
-                    stream.options = {"crf": "16"} if codec == "libx264" else {"qscale": "2"}
-                if frame.shape != shape:
-                    raise ValueError(f"write_video: a frame is {frame.shape}, the first was {shape}")
-                even = np.pad(frame, ((0, shape[0] % 2), (0, shape[1] % 2), (0, 0)), mode="edge")
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
+    with atomic_path(path) as partial, av.open(f"file:{partial}", "w", format="mp4") as container:
+        stream, shape = None, None
+        for frame in frames:
+            if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
+                raise ValueError(
+                    f"write_video: a frame is {frame.dtype} {frame.shape}, not uint8 [H, W, 3]"
+                )
             if stream is None:
-                raise ValueError(f"{path}: write_video got no frames")
-            container.mux(stream.encode(None))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+                shape = frame.shape
+                stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(100_000))
+                stream.height, stream.width = (side + side % 2 for side in shape[:2])
+                stream.pix_fmt = "yuv420p"
+                stream.codec_context.thread_count = 1  # the same bytes on every machine
+                stream.options = {"crf": "16"} if codec == "libx264" else {"qscale": "2"}
+            if frame.shape != shape:
+                raise ValueError(f"write_video: a frame is {frame.shape}, the first was {shape}")
+            even = np.pad(frame, ((0, shape[0] % 2), (0, shape[1] % 2), (0, 0)), mode="edge")
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
+        if stream is None:
+            raise ValueError(f"{path}: write_video got no frames")
+        container.mux(stream.encode(None))
 
 
 @contextlib.contextmanager
