@@ -93,9 +93,7 @@ def _one_line(box: str) -> str:
     """tyro draws a box over several lines; keep what it says."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [re.sub(r"[│╭╮╰╯─┌┐└┘|]+", " ", line).strip() for line in text.splitlines()]
-    words = " ".join(
-        line for line in lines if line and not line.startswith(("For full helptext", "Parsing error"))
-    )
+    words = " ".join(line for line in lines if line and not line.startswith(("For full helptext", "Parsing error")))
     return re.sub(r"\s+", " ", words).strip() or "wrong usage"
 
 

@@ -46,10 +46,7 @@ def parse_size(text: str) -> tuple[int, int | None]:
         size = (int(found[1]), int(found[2]))
     else:
         raise InputError(f"--size {text}: give short:N (short side, pixels) or WIDTHxHEIGHT, such as 340x256")
-    _require(
-        all(16 <= side <= 8192 for side in size if side is not None),
-        f"--size {text}: sides are 16 to 8192 pixels",
-    )
+    _require(all(16 <= side <= 8192 for side in size if side is not None), f"--size {text}: sides are 16 to 8192 pixels")
     return size
 
 
@@ -130,19 +127,14 @@ class PrepareConfig:
         parse_size(self.size)
         _require(self.src.exists(), f"{self.src}: no such file or folder")
         _require(self.frame_step >= 1, f"--frame-step {self.frame_step}: must be at least 1")
-        _require(
-            self.max_frames == 0 or self.max_frames >= 2, f"--max-frames {self.max_frames}: 0, or at least 2"
-        )
+        _require(self.max_frames == 0 or self.max_frames >= 2, f"--max-frames {self.max_frames}: 0, or at least 2")
         _require(0 < self.bound_px < 1000, f"--bound-px {self.bound_px}: must be above 0 (20 is usual)")
         _require(1 <= self.quality <= 100, f"--quality {self.quality}: must be 1 to 100")
         _require(self.workers >= 0, f"--workers {self.workers}: must be 0 (all cores) or more")
         for name in ("test_fraction", "val_fraction"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"--{name.replace('_', '-')} {value}: must be in [0, 1)")
-        _require(
-            self.test_fraction + self.val_fraction < 1,
-            "--test-fraction and --val-fraction leave nothing to train on",
-        )
+        _require(self.test_fraction + self.val_fraction < 1, "--test-fraction and --val-fraction leave nothing to train on")
         _require(self.lists is None or self.lists.exists(), f"--lists {self.lists}: no such file or folder")
 
 
@@ -232,10 +224,7 @@ class TrainConfig:
         parse_streams(self.streams)
         parse_weights(self.fusion_weights, STREAMS)
         parse_scales(self.scales)
-        _require(
-            self.data is None or self.data.exists(),
-            f"--data {self.data}: no such pack; make one with 'prepare'",
-        )
+        _require(self.data is None or self.data.exists(), f"--data {self.data}: no such pack; make one with 'prepare'")
         for name in ("init_rgb", "init_flow"):
             path = getattr(self, name)
             _require(path is None or path.exists(), f"--{name.replace('_', '-')} {path}: no such file")
@@ -248,14 +237,10 @@ class TrainConfig:
         _require(0 < self.lr < 10, f"--lr {self.lr}: must be above 0 and below 10")
         _require(self.weight_decay >= 0, f"--weight-decay {self.weight_decay}: must be 0 or more")
         _require(0 <= self.dropout < 1, f"--dropout {self.dropout}: must be in [0, 1)")
-        _require(
-            0 <= self.label_smoothing < 1, f"--label-smoothing {self.label_smoothing}: must be in [0, 1)"
-        )
+        _require(0 <= self.label_smoothing < 1, f"--label-smoothing {self.label_smoothing}: must be in [0, 1)")
         _require(self.warmup_epochs >= 0, f"--warmup-epochs {self.warmup_epochs}: must be 0 or more")
         _require(self.clip_norm >= 0, f"--clip-norm {self.clip_norm}: must be 0 (off) or more")
-        _require(
-            "/" not in self.name and self.name not in (".", ".."), f"--name {self.name}: a plain folder name"
-        )
+        _require("/" not in self.name and self.name not in (".", ".."), f"--name {self.name}: a plain folder name")
 
 
 def parse_scales(text: str) -> tuple[float, ...]:
@@ -264,10 +249,7 @@ def parse_scales(text: str) -> tuple[float, ...]:
         scales = tuple(float(part) for part in text.split(","))
     except ValueError:
         scales = ()
-    _require(
-        bool(scales) and all(0 < s <= 1 for s in scales),
-        f"--scales {text}: numbers in (0, 1], comma-separated",
-    )
+    _require(bool(scales) and all(0 < s <= 1 for s in scales), f"--scales {text}: numbers in (0, 1], comma-separated")
     return scales
 
 
@@ -300,14 +282,8 @@ class EvaluateConfig:
 
     def check(self) -> None:
         _require(self.run.is_dir(), f"--run {self.run}: no such run folder")
-        _require(
-            self.data is None or self.data.exists(),
-            f"--data {self.data}: no such pack; make one with 'prepare'",
-        )
-        _require(
-            self.test_segments >= 0,
-            f"--test-segments {self.test_segments}: must be 0 (the run's own) or more",
-        )
+        _require(self.data is None or self.data.exists(), f"--data {self.data}: no such pack; make one with 'prepare'")
+        _require(self.test_segments >= 0, f"--test-segments {self.test_segments}: must be 0 (the run's own) or more")
         _require(self.workers >= 1, f"--workers {self.workers}: must be at least 1")
         if self.fusion_weights:
             parse_weights(self.fusion_weights, STREAMS)
@@ -337,10 +313,7 @@ class PredictConfig:
         _require(self.run.is_dir(), f"--run {self.run}: no such run folder")
         _require(bool(self.clips), "predict: name at least one video file")
         _require(self.top >= 1, f"--top {self.top}: must be at least 1")
-        _require(
-            self.test_segments >= 0,
-            f"--test-segments {self.test_segments}: must be 0 (the run's own) or more",
-        )
+        _require(self.test_segments >= 0, f"--test-segments {self.test_segments}: must be 0 (the run's own) or more")
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,7 @@ ADAM_SEGMENT = np.dtype(
     align=True,
 )
 if ADAM_SEGMENT.itemsize != _ext.ADAM_SEGMENT_BYTES:
-    raise ImportError(
-        "fastactrec.ops and the extension disagree about AdamSegment: run 'pip install .' again"
-    )
+    raise ImportError("fastactrec.ops and the extension disagree about AdamSegment: run 'pip install .' again")
 
 
 def _stream_handle(tensor: Tensor) -> int:
@@ -66,9 +64,7 @@ def _stream_handle(tensor: Tensor) -> int:
 
 def _require_device(tensor: Tensor, op: str) -> None:
     if tensor.is_cuda and not build_info()["cuda"]:
-        raise FastactrecError(
-            f"{op}: this build has no CUDA kernels; put nvcc on PATH and run 'pip install .' again"
-        )
+        raise FastactrecError(f"{op}: this build has no CUDA kernels; put nvcc on PATH and run 'pip install .' again")
 
 
 def adam_step(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, segments: np.ndarray) -> None:
@@ -85,7 +81,7 @@ def adam_step(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, 
     if param.is_cuda:
         table = table.pin_memory().to(param.device, non_blocking=True)
     arrays = [tensor.detach() for tensor in (param, grad, exp_avg, exp_avg_sq)] + [table]
-    if not param.is_cuda:  # the buffer protocol takes 2 us for five arrays, torch's DLPack export 33
+    if not param.is_cuda:  # numpy's buffers cost 13 us per call, torch's DLPack capsules 30
         arrays = [array.numpy() for array in arrays]
     _ext.adam_step(
         *arrays,

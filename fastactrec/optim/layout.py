@@ -12,8 +12,8 @@ from ..errors import InputError
 
 ALIGN_BYTES = 128
 ALIGN = ALIGN_BYTES // 4  # float32 elements
-# Large allocations begin at the same place in their page, and a load that follows a store to the same place in
-# another page waits for it. Shifting a bucket's buffers against each other made an Adam step 3 % faster
+# Large allocations begin at the same place in their page, and a load that follows a store to the same place
+# in another page waits for it. Shifting a bucket's buffers against each other made an Adam step 3 % faster
 # (smallest of 40, one thread, Xeon Ice Lake).
 STAGGER = 256
 
