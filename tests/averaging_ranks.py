@@ -1,4 +1,4 @@
-"""What test_averaging.py runs in real processes: scenarios, functions of (rank, world) -> picklable result."""
+"""What test_averaging.py runs in real processes: scenarios, functions of (rank, world) -> a result."""
 
 import os
 

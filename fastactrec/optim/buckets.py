@@ -235,28 +235,31 @@ class FlatBuckets:
         Raises:
             InputError: a view was replaced, or a frozen parameter became trainable; with the cure.
         """
+        touched = self.touched.tolist()
         for i, p, pointer, grad in self._watch:
+            own = p.grad
             if p.data_ptr() != pointer:
                 raise InputError(
                     f"{self.names[i]} no longer lies in its bucket (model.to(), .half() or an assignment to "
                     ".data replaced its storage): call buckets.rebuild() afterwards"
                 )
-            if p.grad is None:
-                if self.touched[i] or self._stale[i]:
+            if own is grad:
+                if not touched[i] and grad._version != self._written[i]:  # by hand, without a backward
+                    self.touched[i] = bool(grad.any())
+                    self._written[i] = grad._version
+            elif own is None:
+                if touched[i] or self._stale[i]:
                     grad.zero_()
                     self.touched[i] = self._stale[i] = False
-            elif p.grad is not grad and (self.adopt_grads or not self.touched[i]):
+            elif self.adopt_grads or not touched[i]:
                 # assigned by hand, or by DistributedDataParallel where this rank did not use the parameter
                 self._take(i, p)
-            elif p.grad is not grad:
+            else:
                 raise InputError(
                     f"the gradient of {self.names[i]} is no longer a view of its bucket: build "
                     "DistributedDataParallel with gradient_as_bucket_view=False, and write gradients with "
                     ".grad.copy_() instead of assigning them"
                 )
-            elif not self.touched[i] and grad._version != self._written[i]:
-                self.touched[i] = bool(grad.any())  # written by hand, without a backward
-            self._written[i] = grad._version
         for i in self._outside:
             if self.params[i].requires_grad:
                 raise InputError(

@@ -12,6 +12,10 @@ from ..errors import InputError
 
 ALIGN_BYTES = 128
 ALIGN = ALIGN_BYTES // 4  # float32 elements
+# Large allocations begin at the same place in their page, and a load that follows a store to the same place
+# in another page waits for it. Shifting a bucket's buffers against each other made an Adam step 3 % faster
+# (smallest of 40, one thread, Xeon Ice Lake).
+STAGGER = 256
 
 
 def plan_buckets(sizes: Sequence[int], capacity: int, align: int = ALIGN) -> list[list[tuple[int, int]]]:
@@ -48,9 +52,10 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
-def aligned_zeros(numel: int, device: torch.device) -> Tensor:
-    raw = torch.zeros(numel + ALIGN, dtype=torch.float32, device=device)
-    skip = -raw.data_ptr() % ALIGN_BYTES // 4
+def aligned_zeros(numel: int, device: torch.device, stagger: int = 0) -> Tensor:
+    """float32 [numel], 128-byte aligned, `stagger` elements behind where the allocator would put it."""
+    raw = torch.zeros(stagger + ALIGN + numel, dtype=torch.float32, device=device)
+    skip = stagger + -raw.data_ptr() % ALIGN_BYTES // 4
     return raw[skip : skip + numel]
 
 
@@ -76,7 +81,7 @@ class Bucket:
         self.flat: dict[str, Tensor] = {}
 
     def add(self, name: str) -> None:
-        self.flat[name] = aligned_zeros(self.numel, self.device)
+        self.flat[name] = aligned_zeros(self.numel, self.device, STAGGER * len(self.flat))
 
     def __repr__(self) -> str:
         return (
