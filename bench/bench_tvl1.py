@@ -34,9 +34,7 @@ def whale():
     if not folder.is_dir():
         pytest.skip("the Middlebury pair is not here: set FASTACTREC_DATA")
     frames = [cv2.imread(str(folder / name), cv2.IMREAD_GRAYSCALE) for name in ("frame10.png", "frame11.png")]
-    truth = (
-        np.fromfile(folder / "flow10.flo", "<f4", offset=12).reshape(*frames[0].shape, 2).transpose(2, 0, 1)
-    )
+    truth = np.fromfile(folder / "flow10.flo", "<f4", offset=12).reshape(*frames[0].shape, 2).transpose(2, 0, 1)
     return *frames, np.where(np.abs(truth) < 1e9, truth, np.nan)
 
 

@@ -132,14 +132,10 @@ def gpu_rows() -> Rows:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        known = (
-            "no NVIDIA driver" if _is_missing_driver(pynvml, error) else f"driver does not answer: {error}"
-        )
+        known = "no NVIDIA driver" if _is_missing_driver(pynvml, error) else f"driver does not answer: {error}"
         return [("NVIDIA driver", known)]
     try:
-        rows = [
-            ("NVIDIA driver", f"{pynvml.nvmlSystemGetDriverVersion()}, CUDA up to {_driver_cuda(pynvml)}")
-        ]
+        rows = [("NVIDIA driver", f"{pynvml.nvmlSystemGetDriverVersion()}, CUDA up to {_driver_cuda(pynvml)}")]
         for index in range(pynvml.nvmlDeviceGetCount()):
             rows.append((f"GPU {index}", _gpu(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index))))
         return rows
@@ -209,9 +205,7 @@ def check_data(path: Path) -> list[str]:
         return check_source(path)
     except InputError as error:
         if path.is_dir() and (path / "shards").exists():
-            raise PackError(
-                f"{path}: a pack without manifest.json; run 'prepare' again to finish it"
-            ) from error
+            raise PackError(f"{path}: a pack without manifest.json; run 'prepare' again to finish it") from error
         raise
 
 
@@ -309,8 +303,7 @@ def check_source(path: Path) -> list[str]:
         rows.append(("first frame number", ", ".join(numbers)))
     _print(f"Data {path}", rows)
     classes = [
-        (label, f"{count(counts[label], 'clip')} in {count(len(groups[label]), 'group')}")
-        for label in source.classes
+        (label, f"{count(counts[label], 'clip')} in {count(len(groups[label]), 'group')}") for label in source.classes
     ]
     _print("Classes", classes)
     problems = [f"{clip.path}: {clip.problem}" for clip in source.clips if clip.problem]
@@ -344,9 +337,7 @@ def case_mismatches(classes: list[str]) -> list[str]:
     for name in classes:
         spellings.setdefault(name.strip().casefold(), []).append(name)
     return [
-        f"classes {' and '.join(map(repr, names))} differ in case only"
-        for names in spellings.values()
-        if names[1:]
+        f"classes {' and '.join(map(repr, names))} differ in case only" for names in spellings.values() if names[1:]
     ]
 
 

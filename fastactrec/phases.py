@@ -75,9 +75,7 @@ class PhaseRecorder:
 
     def totals(self) -> dict[str, float]:
         """Seconds per phase, phases that did not occur left out; overlapping intervals count each."""
-        return {
-            name: sum(end - start for start, end in spans) for name, spans in self._spans.items() if spans
-        }
+        return {name: sum(end - start for start, end in spans) for name, spans in self._spans.items() if spans}
 
     def intervals(self, name: str) -> np.ndarray:
         """float64 [N, 2], start and end in seconds, in the order they ended."""

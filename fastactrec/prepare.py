@@ -71,8 +71,7 @@ def _describe(config: PrepareConfig, source: Source) -> dict:
     given = source.given_flow and config.frame_step == 1
     if source.given_flow:
         progress.say(
-            f"{config.src}: flow images are there: "
-            + ("taken as they are" if given else "not used, --frame-step")
+            f"{config.src}: flow images are there: " + ("taken as they are" if given else "not used, --frame-step")
         )
     return {
         "source": {"path": str(config.src), "layout": source.layout, "digest": source.digest()},
@@ -96,9 +95,7 @@ def _describe(config: PrepareConfig, source: Source) -> dict:
 def _differences(old: dict, new: dict) -> str:
     """In what two descriptions differ; the path of the source does not count (folders move)."""
     old, new = dict(_entries(old)), dict(_entries(new))
-    names = [
-        f"{key} ({old.get(key)} there, {value} now)" for key, value in new.items() if old.get(key) != value
-    ]
+    names = [f"{key} ({old.get(key)} there, {value} now)" for key, value in new.items() if old.get(key) != value]
     return ", ".join("the source's clips" if name.startswith("source.digest") else name for name in names)
 
 
@@ -146,9 +143,7 @@ def _work_folder(out: Path, job: dict) -> Iterator[Path]:
         if note.is_file():
             old = json.loads(note.read_text(encoding="utf-8"))
             if found := _differences(old, job | {"versions": versions}):
-                raise InputError(
-                    f"{out}: holds unfinished work made differently: {found}; delete it or change --out"
-                )
+                raise InputError(f"{out}: holds unfinished work made differently: {found}; delete it or change --out")
             progress.say(f"{out}: continuing")
         else:
             with atomic_file(note) as file:
@@ -254,15 +249,11 @@ def _manifest_head(source: Source, job: dict) -> dict:
 
 def _report(out: Path, manifest: dict, splits: dict, frames: int, seconds: float) -> None:
     rate = f", {frames / seconds:.1f} frames/s" if frames else ""
-    rejected = (
-        f", {manifest['rejected']} rejected (see {out / 'rejected.csv'})" if manifest["rejected"] else ""
-    )
+    rejected = f", {manifest['rejected']} rejected (see {out / 'rejected.csv'})" if manifest["rejected"] else ""
     progress.say(f"{out}: {manifest['clips']} clips, {manifest['frames']} frames{rejected}{rate}")
     counts = Counter(splits["default"].values())
     parts = ", ".join(f"{counts[part]} {part}" for part in PARTS if counts[part])
-    progress.say(
-        f"split default: {parts}" + ("" if counts["test"] else "; no test part: too few groups, or asked so")
-    )
+    progress.say(f"split default: {parts}" + ("" if counts["test"] else "; no test part: too few groups, or asked so"))
 
 
 if __name__ == "__main__":

@@ -28,9 +28,7 @@ def run(config: ReportConfig) -> Path:
     try:
         write_page(out, text)
     except OSError as error:
-        raise InputError(
-            f"{out}: {error.strerror}; choose a file in an existing folder with --out"
-        ) from error
+        raise InputError(f"{out}: {error.strerror}; choose a file in an existing folder with --out") from error
     print(out)
     return out
 

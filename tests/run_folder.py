@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-FAMILIES = (
-    "ride,climb,shake,smoke,stand,swing,throw,brush,dribble,fall,handstand,pour,punch,shoot,kick,turn,walk"
-)
+FAMILIES = "ride,climb,shake,smoke,stand,swing,throw,brush,dribble,fall,handstand,pour,punch,shoot,kick,turn,walk"
 
 
 def class_names(n: int) -> list[str]:
@@ -89,9 +87,7 @@ def _write_results(folder: Path, rng, classes: list[str], clips: int, skill) -> 
     for stream, chance in zip(("rgb", "flow", "fused"), skill, strict=True):
         scores = rng.standard_normal((clips, len(classes)))
         # a miss goes to a neighbouring class, so that the matrix shows confusions between alike classes
-        miss = np.where(
-            rng.random(clips) < 0.7, (labels + 1) % len(classes), rng.integers(0, len(classes), clips)
-        )
+        miss = np.where(rng.random(clips) < 0.7, (labels + 1) % len(classes), rng.integers(0, len(classes), clips))
         called = np.where(rng.random(clips) < chance, labels, miss)
         scores[np.arange(clips), called] += 8
         rows += [

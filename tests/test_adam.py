@@ -144,9 +144,7 @@ def groups_of(model):
 @pytest.mark.parametrize("plain", [False, True])
 def test_groups_and_schedulers(plain):
     model, reference = net(), net()
-    opt = far.FusedAdam(
-        groups_of(model) if plain else far.FlatBuckets(model, groups=groups_of(model)), lr=0.01
-    )
+    opt = far.FusedAdam(groups_of(model) if plain else far.FlatBuckets(model, groups=groups_of(model)), lr=0.01)
     other = torch.optim.Adam(groups_of(reference), lr=0.01)
     for m, o in ((model, opt), (reference, other)):
         schedule = torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5)

@@ -49,9 +49,7 @@ def test_ranks_hold_the_same_bytes_after_each_averaging(results, policy):
         assert any(k.endswith("running_var") for k in model[0])
         for which, row, every in (("exp_avg", 0, (1, 3)), ("exp_avg_sq", 1, (1, 6))):
             due = policy == "reset" or (policy == "mean") or (policy == "desloc" and number % every[1] == 0)
-            same = [
-                all(torch.equal(snapshots[0][k], s[k]) for k in s if is_moment(k, which)) for s in snapshots
-            ]
+            same = [all(torch.equal(snapshots[0][k], s[k]) for k in s if is_moment(k, which)) for s in snapshots]
             assert all(same) == due
             if policy == "reset":
                 assert all(not s["masses"].any() and not s["steps"].any() for s in snapshots)

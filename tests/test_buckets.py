@@ -246,9 +246,7 @@ def test_nothing_outlives_the_model():
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_clip_grad_norm(norm_type):
-    model = nn.Sequential(
-        nn.Linear(300, 300), nn.Linear(300, 1), nn.Linear(7, 7)
-    )  # the last gets no gradient
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 1), nn.Linear(7, 7))  # the last gets no gradient
     buckets = far.FlatBuckets(model, bucket_bytes=1000)
     for _ in range(2):
         buckets.zero_grad()

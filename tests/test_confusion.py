@@ -68,8 +68,6 @@ def test_png_shows_the_diagonal(tmp_path, classes):
     picture = imread(tmp_path / "c.png")
     dark = np.abs(picture[..., :3] - np.array([8, 48, 107]) / 255).max(axis=-1) < 0.02  # the end of "Blues"
     boxes = [[part.stop - part.start for part in box] for box in find_objects(label(dark)[0])]
-    squares = [
-        box for box in boxes if min(box) > 10 and max(box) < 1.2 * min(box)
-    ]  # not the colour bar's end
+    squares = [box for box in boxes if min(box) > 10 and max(box) < 1.2 * min(box)]  # not the colour bar's end
     assert len(squares) == classes
     assert [path.name for path in tmp_path.iterdir()] == ["c.png"]

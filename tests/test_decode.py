@@ -51,9 +51,7 @@ def test_zero_motion_has_code_128(stack):
 
 
 def test_crop_normalise_and_batch(stack):
-    got = decode_flow(
-        [stack, stack[::-1]], bound_px=8, crop=(3, 5, 20, 30), mean=[0.5, -0.25], std=[2.0, 3.0]
-    )
+    got = decode_flow([stack, stack[::-1]], bound_px=8, crop=(3, 5, 20, 30), mean=[0.5, -0.25], std=[2.0, 3.0])
     want = np.stack([[codes(j) for j in stack], [codes(j) for j in stack[::-1]]])[..., 3:23, 5:35]
     want = want.astype(np.float64) * 16 / 255 - 8
     want[:, 0::2] = (want[:, 0::2] - 0.5) / 2
@@ -112,9 +110,7 @@ def test_out_is_written_in_place_whatever_its_strides(stack, channels_last):
     assert torch.equal(out[1:], decode_flow(stack))
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [((1, 6, 37, 50), torch.float32), ((1, 6, 37, 51), torch.float16)]
-)
+@pytest.mark.parametrize(("shape", "dtype"), [((1, 6, 37, 50), torch.float32), ((1, 6, 37, 51), torch.float16)])
 def test_out_of_another_shape_or_dtype_is_refused(stack, shape, dtype):
     with pytest.raises(ValueError, match=r"out is .* needs torch.float32 \[1, 6, 37, 51\]"):
         decode_flow(stack, out=torch.empty(shape, dtype=dtype))

@@ -262,9 +262,7 @@ def test_codes_follow_the_rule(v, bound):
 def test_codes_of_special_values():
     values = np.float32([0.0, -0.0, 20, 21, -20, -1e30, np.inf, -np.inf, np.nan])
     assert far.encode_flow(values, 20).tolist() == [128, 128, 255, 255, 0, 0, 255, 0, 128]
-    assert far.decode_codes(np.uint8([0, 128, 255]), 20).tolist() == pytest.approx(
-        [-20, 20 / 255, 20], abs=2e-6
-    )
+    assert far.decode_codes(np.uint8([0, 128, 255]), 20).tolist() == pytest.approx([-20, 20 / 255, 20], abs=2e-6)
     # 255 (v + 127.5) / 255 lands on halves exactly: 126.5 -> 126, 127.5 -> 128
     assert far.encode_flow(np.float32([-1, 0]), 127.5).tolist() == [126, 128]
     flow = torch.randn(2, 3, 4)

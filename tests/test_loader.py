@@ -142,9 +142,7 @@ def test_samples_do_not_depend_on_the_world_size(pack, world):
         assert torch.equal(batch.inputs, alone.inputs[r::world])
 
 
-@pytest.mark.parametrize(
-    ("clips", "batch", "world"), [(11, 2, 2), (11, 3, 3), (11, 5, 2), (9, 2, 4), (2, 2, 5)]
-)
+@pytest.mark.parametrize(("clips", "batch", "world"), [(11, 2, 2), (11, 3, 3), (11, 5, 2), (9, 2, 4), (2, 2, 5)])
 def test_ranks_have_equal_steps_and_repeat_only_to_have_one_sample(pack, clips, batch, world):
     loaders = [train_loader(pack, range(clips), batch=batch, world=world, rank=r) for r in range(world)]
     steps = [[b.clips for b in one.epoch(0)] for one in loaders]

@@ -26,9 +26,7 @@ def frame_tree(root, clips=5, frames=4):
         folder = root / "src" / f"class{clip % 2}" / f"v_{clip}"
         folder.mkdir(parents=True)
         for k in range(frames + clip):
-            (folder / f"img_{k:05d}.jpg").write_bytes(
-                encode_rgb(np.full((24, 32, 3), 10 * clip + k, np.uint8), 95)
-            )
+            (folder / f"img_{k:05d}.jpg").write_bytes(encode_rgb(np.full((24, 32, 3), 10 * clip + k, np.uint8), 95))
         for k in range(frames + clip - 1):
             for axis, base in (("x", 100), ("y", 180)):
                 gray = np.full((24, 32), base + 10 * clip + k, np.uint8)
@@ -119,9 +117,7 @@ def test_index_points_at_the_bytes_that_tarfile_finds(tree):
         names = [f"rgb_{k:05d}.jpg" for k in range(clip.frames)]
         names += [f"flow_{k:05d}.{axis}.jpg" for k in range(clip.flow_frames) for axis in "xy"]
         assert list(sample) == names
-        ours = pack.rgb_jpegs(clip.index, range(clip.frames)) + pack.flow_jpegs(
-            clip.index, 0, clip.flow_frames
-        )
+        ours = pack.rgb_jpegs(clip.index, range(clip.frames)) + pack.flow_jpegs(clip.index, 0, clip.flow_frames)
         assert list(map(bytes, ours)) == list(sample.values())
 
 

@@ -51,9 +51,7 @@ def test_unknown_phase_is_refused(call):
 
 def test_synchronize_runs_before_both_readings():
     calls = []
-    recorder = PhaseRecorder(
-        synchronize=lambda: calls.append("sync"), clock=lambda: calls.append("read") or 0.0
-    )
+    recorder = PhaseRecorder(synchronize=lambda: calls.append("sync"), clock=lambda: calls.append("read") or 0.0)
     with recorder.phase("forward"):
         calls.append("body")
     assert calls == ["sync", "read", "body", "sync", "read"]

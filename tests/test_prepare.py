@@ -55,11 +55,7 @@ def config(src, out, **options):
 
 
 def contents(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def test_real_clips_give_frames_flow_and_splits(fight, tmp_path, said):
@@ -110,9 +106,7 @@ def test_finished_and_foreign_folders(fight, tmp_path, said):
     before = contents(tmp_path / "pack")
     run(replace(options, workers=2))
     assert said[-1] == f"{tmp_path / 'pack'}: already complete"
-    with pytest.raises(
-        InputError, match=r"made differently: size \(short:16 there, short:32 now\); delete it"
-    ):
+    with pytest.raises(InputError, match=r"made differently: size \(short:16 there, short:32 now\); delete it"):
         run(replace(options, size="short:32"))
     with pytest.raises(InputError, match=r"differently: flow.bound_px \(20.0 there, 15.0 now\), split.seed"):
         run(replace(options, bound_px=15.0, seed=3))
@@ -171,10 +165,7 @@ def test_ranges_steps_and_middles(tmp_path):
         pack = open_pack(out)
         frames = {}
         for clip in pack.clips:
-            means = [
-                simplejpeg.decode_jpeg(bytes(j)).mean()
-                for j in pack.rgb_jpegs(clip.index, range(clip.frames))
-            ]
+            means = [simplejpeg.decode_jpeg(bytes(j)).mean() for j in pack.rgb_jpegs(clip.index, range(clip.frames))]
             frames[clip.id] = [round(mean / 10) for mean in means]
         return frames
 
@@ -194,22 +185,15 @@ def make_frames(folder, count, first, flows=None):
     """Frames of brightness 10, 20 ...; flow number k is gray of brightness 100 + k (x), 150 + k (y)."""
     folder.mkdir(parents=True)
     for k in range(first, first + count):
-        (folder / f"img_{k:05d}.jpg").write_bytes(
-            encode_rgb(np.full((24, 32, 3), 10 * (k + 1), np.uint8), 95)
-        )
+        (folder / f"img_{k:05d}.jpg").write_bytes(encode_rgb(np.full((24, 32, 3), 10 * (k + 1), np.uint8), 95))
     for k in flows or ():
         for axis, base in (("x", 100), ("y", 150)):
-            (folder / f"flow_{axis}_{k:05d}.jpg").write_bytes(
-                encode_gray(np.full((24, 32), base + k, np.uint8), 95)
-            )
+            (folder / f"flow_{axis}_{k:05d}.jpg").write_bytes(encode_gray(np.full((24, 32), base + k, np.uint8), 95))
 
 
 def read_levels(pack, clip):
     rgb = [simplejpeg.decode_jpeg(bytes(j)).mean() for j in pack.rgb_jpegs(clip.index, range(clip.frames))]
-    flow = [
-        simplejpeg.decode_jpeg(bytes(j), "GRAY").mean()
-        for j in pack.flow_jpegs(clip.index, 0, clip.flow_frames)
-    ]
+    flow = [simplejpeg.decode_jpeg(bytes(j), "GRAY").mean() for j in pack.flow_jpegs(clip.index, 0, clip.flow_frames)]
     return [round(level) for level in rgb], [round(level) for level in flow]
 
 
@@ -382,9 +366,7 @@ def test_bad_input_ends_with_2_and_leaves_nothing(fight, tmp_path, capsys):
 def test_csv_split_and_official_split_files(shared_data, fight, tmp_path):
     lines = fight.read_text().splitlines()
     marks = ["split", *["train", "test"] * 4]
-    (tmp_path / "clips.csv").write_text(
-        "\n".join(f"{a},{b}" for a, b in zip(lines, marks, strict=True)) + "\n"
-    )
+    (tmp_path / "clips.csv").write_text("\n".join(f"{a},{b}" for a, b in zip(lines, marks, strict=True)) + "\n")
     run(config(tmp_path / "clips.csv", tmp_path / "pack", max_frames=2, size="short:16"))
     assert open_pack(tmp_path / "pack").split() == {"train": [0, 2, 4, 6], "val": [], "test": [1, 3, 5, 7]}
 

@@ -248,9 +248,7 @@ FLAGS = [
 @pytest.mark.parametrize("width", [360, 1440])
 def test_browser_renders_without_complaint_and_without_sideways_scrolling(tmp_path, width):
     folder = write_run(tmp_path / "exp", classes=HOSTILE, seed=2)
-    arms = [
-        write_run(tmp_path / f"arm {i} with a long name", classes=class_names(51), seed=i) for i in range(2)
-    ]
+    arms = [write_run(tmp_path / f"arm {i} with a long name", classes=class_names(51), seed=i) for i in range(2)]
     for path in (run(ReportConfig((folder,))), run(ReportConfig(tuple(arms), tmp_path / "c.html"))):
         # a frame, since a headless window can be no narrower than 500 px; the script is the test's
         outer = tmp_path / "outer.html"

@@ -54,9 +54,7 @@ def test_ceiling_segments_and_classes_filter(shared_data):
     assert first.path.is_file()
     # labels.csv beside it is not a table of clips, so the folder means segments.csv
     assert len(find_source(path.parent).clips) == 191
-    with pytest.raises(
-        InputError, match=r"--classes walk,fly: 'fly' is not a class .*classes: active, falled"
-    ):
+    with pytest.raises(InputError, match=r"--classes walk,fly: 'fly' is not a class .*classes: active, falled"):
         find_source(path, classes="walk,fly")
 
 
@@ -324,9 +322,7 @@ def test_real_frame_folders(shared_data, tmp_path):
     )
     # folders of frames may be named in a CSV; one that is missing is a rejection
     folder = shared_data / "frames" / "demo_dataset"
-    path = table(
-        tmp_path / "c.csv", "path,label", f"{folder}/jumping/0001,jumping", f"{folder}/jumping/0002,jumping"
-    )
+    path = table(tmp_path / "c.csv", "path,label", f"{folder}/jumping/0001,jumping", f"{folder}/jumping/0002,jumping")
     assert [clip.problem for clip in find_source(path).clips] == ["", "no such file"]
 
 
@@ -360,9 +356,7 @@ def test_group_split_properties(clips, test_fraction, val_fraction, seed):
     assert test_fraction > 0 or "test" not in parts
     assert val_fraction > 0 or "val" not in parts
     order = sorted(range(len(clips)), key=lambda k: (k * 7) % len(clips) * len(clips) + k)
-    again = group_split(
-        [labels[k] for k in order], [groups[k] for k in order], test_fraction, val_fraction, seed
-    )
+    again = group_split([labels[k] for k in order], [groups[k] for k in order], test_fraction, val_fraction, seed)
     assert [parts[k] for k in order] == again  # the order of the clips does not matter
 
 

@@ -82,9 +82,7 @@ def flow_histogram(name, scene):
 @pytest.mark.parametrize("shape", MOTION)
 def test_motion_pairs_are_one_clip_played_backwards(shape):
     for seed in range(5):
-        forwards, backwards = (
-            render(name, np.random.default_rng(seed), FRAMES, SIZE) for name in PAIRS[shape]
-        )
+        forwards, backwards = (render(name, np.random.default_rng(seed), FRAMES, SIZE) for name in PAIRS[shape])
         np.testing.assert_array_equal(forwards, backwards[::-1])
 
 

@@ -42,9 +42,7 @@ def test_wire_time_is_that_of_the_rank_that_waited_least(trace_step):
 
 
 def test_chrome_trace(trace_step):
-    trace = trace_step.chrome_trace(
-        [spans(forward=[(5.0, 5.5)], decode=[(4.5, 5.0)]), spans(forward=[(5, 6)])]
-    )
+    trace = trace_step.chrome_trace([spans(forward=[(5.0, 5.5)], decode=[(4.5, 5.0)]), spans(forward=[(5, 6)])])
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert [(e["name"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in events] == [
         ("decode", 0, 1, 0.0, 5e5),

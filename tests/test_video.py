@@ -173,9 +173,7 @@ def test_resize_image_does_not_alias():
 @pytest.mark.parametrize(("height", "width"), [(48, 64), (33, 47)])
 def test_write_then_read(tmp_path, height, width):
     ramp = np.linspace(0, 200, width, dtype=np.uint8)
-    frames = [
-        np.broadcast_to(ramp[None, :, None] + 5 * k, (height, width, 3)).astype(np.uint8) for k in range(9)
-    ]
+    frames = [np.broadcast_to(ramp[None, :, None] + 5 * k, (height, width, 3)).astype(np.uint8) for k in range(9)]
     path = tmp_path / "-a:b.mp4"
     write_video(path, iter(frames), fps=12.5)
     assert os.listdir(tmp_path) == [path.name]

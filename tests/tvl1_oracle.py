@@ -82,9 +82,7 @@ def tvl1(prev, next, tau, lam, theta, scales, scale_step, warps, iterations, med
                 rho = constant + ix * flow[0] + iy * flow[1]
                 step = np.where(seen, np.clip(-rho / np.where(seen, square, 1), -lam * theta, lam * theta), 0)
                 move = step * ix, step * iy
-                flow = np.stack(
-                    [u + m + theta * divergence(*p) for u, m, p in zip(flow, move, dual, strict=True)]
-                )
+                flow = np.stack([u + m + theta * divergence(*p) for u, m, p in zip(flow, move, dual, strict=True)])
                 for p, u in zip(dual, flow, strict=True):
                     ux, uy = gradient(u)
                     p[:] = (p + tau / theta * np.stack([ux, uy])) / (1 + tau / theta * np.hypot(ux, uy))

@@ -88,9 +88,7 @@ def assemble(out: Path, source: Source, splits: dict[str, dict[str, str]], manif
     return manifest
 
 
-def _shards(
-    kept: list[tuple[int, ClipSource]], work: Path, labels: dict[str, int]
-) -> Iterator[list[_Sample]]:
+def _shards(kept: list[tuple[int, ClipSource]], work: Path, labels: dict[str, int]) -> Iterator[list[_Sample]]:
     """Deal the clips out, in order, to shards of SHARD_BYTES at most; a larger clip gets its own shard."""
     samples, size = [], _END
     for index, (number, clip) in enumerate(kept):
@@ -111,10 +109,7 @@ def _sample(index: int, number: int, clip: ClipSource, label: int, record: dict)
     head = json.dumps(about).encode()
     members = [_Member(f"{key}.json", -1, len(head))]
     members += [_Member(f"{key}.rgb_{k:05d}.jpg", *place) for k, place in enumerate(record["rgb"])]
-    members += [
-        _Member(f"{key}.flow_{k // 2:05d}.{'xy'[k % 2]}.jpg", *place)
-        for k, place in enumerate(record["flow"])
-    ]
+    members += [_Member(f"{key}.flow_{k // 2:05d}.{'xy'[k % 2]}.jpg", *place) for k, place in enumerate(record["flow"])]
     return _Sample(number, head, members)
 
 

@@ -81,15 +81,11 @@ def read_all(read: Callable[[Jpeg], np.ndarray], jpegs: Iterable[Jpeg]) -> Itera
             raise JpegError(index, str(error)) from error
         first = first or image.shape
         if image.shape != first:
-            raise JpegError(
-                index, f"{image.shape[1]}x{image.shape[0]} pixels, the first has {first[1]}x{first[0]}"
-            )
+            raise JpegError(index, f"{image.shape[1]}x{image.shape[0]} pixels, the first has {first[1]}x{first[0]}")
         yield image
 
 
-def flow_tables(
-    bound_px: float, channels: int, mean=0.0, std=1.0, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def flow_tables(bound_px: float, channels: int, mean=0.0, std=1.0, dtype: torch.dtype = torch.float32) -> Tensor:
     """What each code of each channel becomes: (pixels - mean) / std, exact and rounded once to ``dtype``.
 
     Args:
@@ -142,9 +138,7 @@ def finish(planes: Sequence[np.ndarray], tables: Tensor, out: Tensor) -> None:
     dtype."""
     raw = RAW_DTYPES[tables.dtype]
     for plane, table, target in zip(planes, tables.view(raw).numpy(), out.view(raw).numpy(), strict=True):
-        np.take(
-            table, plane, out=target, mode="clip"
-        )  # no byte is out of range; "clip" saves the buffered copy
+        np.take(table, plane, out=target, mode="clip")  # no byte is out of range; "clip" saves the buffered copy
 
 
 def crop_view(image: np.ndarray, crop: Crop | None, flip: bool) -> np.ndarray:
@@ -152,14 +146,7 @@ def crop_view(image: np.ndarray, crop: Crop | None, flip: bool) -> np.ndarray:
     inside."""
     if crop is not None:
         top, left, height, width = crop
-        if (
-            top < 0
-            or left < 0
-            or height < 1
-            or width < 1
-            or top + height > len(image)
-            or left + width > image.shape[1]
-        ):
+        if top < 0 or left < 0 or height < 1 or width < 1 or top + height > len(image) or left + width > image.shape[1]:
             raise ValueError(
                 f"crop (top, left, height, width) {crop} is not inside {image.shape[1]}x{len(image)} pixels"
             )

@@ -91,9 +91,7 @@ def _gray_images(images: Array, name: str) -> Tensor:
         raise InputError(f"tvl1: {name} lies on {images.device}; move it to the CPU")
     if images.ndim < 2 or not all(1 <= side <= 32767 for side in images.shape[-2:]):
         shape = list(images.shape)
-        raise InputError(
-            f"tvl1: {name} has shape {shape}; images are [..., H, W] of 1 to 32767 pixels a side"
-        )
+        raise InputError(f"tvl1: {name} has shape {shape}; images are [..., H, W] of 1 to 32767 pixels a side")
     if images.dtype == torch.uint8:
         return images
     if not images.is_floating_point():
@@ -200,8 +198,5 @@ def _color_wheel() -> np.ndarray:
     corners = np.array([(1, 0, 0), (1, 1, 0), (0, 1, 0), (0, 1, 1), (0, 0, 1), (1, 0, 1), (1, 0, 0)], float)
     steps = (15, 6, 4, 11, 13, 6)
     return np.concatenate(
-        [
-            a + (b - a) * np.arange(n)[:, None] / n
-            for a, b, n in zip(corners[:-1], corners[1:], steps, strict=True)
-        ]
+        [a + (b - a) * np.arange(n)[:, None] / n for a, b, n in zip(corners[:-1], corners[1:], steps, strict=True)]
     )

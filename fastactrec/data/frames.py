@@ -71,9 +71,7 @@ def read_frame_folder(folder: Path, root: Path) -> FrameFolder:
     if flow_x and len(flow_x) == len(frames):
         flow_x, flow_y = flow_x[1:], flow_y[1:]
     elif flow_x and len(flow_x) != len(frames) - 1:
-        raise DecodeError(
-            f"{folder}: {len(frames)} frames but {len(flow_x)} flows, neither as many nor one less"
-        )
+        raise DecodeError(f"{folder}: {len(frames)} frames but {len(flow_x)} flows, neither as many nor one less")
     return FrameFolder(frames, flow_x, flow_y)
 
 

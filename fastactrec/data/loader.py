@@ -106,9 +106,7 @@ class _Reader:
             if self.modality == "rgb":
                 jpegs = self.pack.rgb_jpegs(index, needed.tolist())
                 images = read_all(read_rgb, jpegs)
-                return {
-                    int(frame): np.moveaxis(image, 2, 0) for frame, image in zip(needed, images, strict=True)
-                }
+                return {int(frame): np.moveaxis(image, 2, 0) for frame, image in zip(needed, images, strict=True)}
             jpegs = [jpeg for frame in needed for jpeg in self.pack.flow_jpegs(index, int(frame), 1)]
             codes = list(read_all(read_gray, jpegs))
             return {int(frame): codes[2 * i : 2 * i + 2] for i, frame in enumerate(needed)}
@@ -126,9 +124,7 @@ class _Reader:
                 frame, axis = error.index // 2, f" {'xy'[error.index % 2]}"
             what = f"{self.modality} frame {frames.ravel()[frame]}{axis}"
             clip = self.pack.clips[index].id
-            raise DecodeError(
-                f"{self.pack.path}: clip {clip}, {what} does not decode: {error.reason}"
-            ) from error
+            raise DecodeError(f"{self.pack.path}: clip {clip}, {what} does not decode: {error.reason}") from error
 
 
 class TrainLoader:
@@ -197,9 +193,7 @@ class TrainLoader:
                 where = self.positions(step)
                 clips = [int(order[p % len(order)]) for p in where]
                 inputs = torch.empty(len(where), r.segments, r.channels, r.size, r.size)
-                calls = [
-                    _timed(self._sample, epoch, *item) for item in zip(where, clips, inputs, strict=True)
-                ]
+                calls = [_timed(self._sample, epoch, *item) for item in zip(where, clips, inputs, strict=True)]
                 yield (inputs, clips), calls
 
         for (inputs, clips), results, wait_s in _in_order(jobs(), self.workers, BATCHES_AHEAD):
@@ -281,9 +275,7 @@ def _test_runs(frames: int, segments: int, length: int) -> tuple[np.ndarray, int
     return test_offsets(frames, segments, length), frames, length
 
 
-def _views(
-    planes, runs: np.ndarray, modality: str, crops: int, size: int, mean, std, bound_px: float
-) -> Tensor:
+def _views(planes, runs: np.ndarray, modality: str, crops: int, size: int, mean, std, bound_px: float) -> Tensor:
     """``planes[frame]`` are the frame's uint8 [H, W] planes; ``runs`` [S, L] -> [S * crops, C, size,
     size]."""
     some = planes[int(runs[0, 0])]

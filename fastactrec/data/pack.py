@@ -115,9 +115,7 @@ class Pack:
         parts: dict[str, list[int]] = {part: [] for part in PARTS}
         for row in _read_csv(path, ("id", "part")):
             if row["id"] not in numbers or row["part"] not in parts:
-                raise PackError(
-                    f"{path}: {row['id']!r} in {row['part']!r}: no such clip or part; correct this line"
-                )
+                raise PackError(f"{path}: {row['id']!r} in {row['part']!r}: no such clip or part; correct this line")
             parts[row["part"]].append(numbers[row["id"]])
         return parts
 
@@ -130,9 +128,7 @@ class Pack:
         for clip in self.clips:
             rows = np.arange(self._starts[clip.index], self._starts[clip.index + 1])
             if bad := sum(not _is_jpeg(data) for data in self._read(rows)):
-                problems.append(
-                    f"{self.path}: {clip.id}: {bad} of {len(rows)} images are not whole JPEG files"
-                )
+                problems.append(f"{self.path}: {clip.id}: {bad} of {len(rows)} images are not whole JPEG files")
         for name in self.split_names():
             try:
                 parts = self.split(name)
@@ -145,9 +141,7 @@ class Pack:
             groups = {part: {self.clips[number].group for number in parts[part]} for part in PARTS}
             for part in ("val", "test"):
                 if shared := groups["train"] & groups[part]:
-                    problems.append(
-                        f"{self.path}: split {name}: {len(shared)} groups are in train and in {part}"
-                    )
+                    problems.append(f"{self.path}: split {name}: {len(shared)} groups are in train and in {part}")
         return problems
 
     def _read(self, rows: np.ndarray) -> list[memoryview]:
@@ -202,9 +196,7 @@ class Pack:
         except OSError as error:
             raise PackError(f"{path}: {error.strerror}; copy the pack whole, or prepare it again") from error
         if found != size:
-            raise PackError(
-                f"{path}: {found} bytes, should be {size}; copy the pack again, or prepare it again"
-            )
+            raise PackError(f"{path}: {found} bytes, should be {size}; copy the pack again, or prepare it again")
 
 
 def manifest_path(pack: Path) -> Path:

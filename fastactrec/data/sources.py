@@ -88,9 +88,7 @@ def find_source(src: Path, layout: str = "auto", lists: Path | None = None, clas
     if not usable:
         first = f"; the first: {source.clips[0].id}: {source.clips[0].problem}" if source.clips else ""
         raise InputError(f"{src}: no clip can be used ({len(source.clips)} listed{first})")
-    return replace(
-        source, clips=_without_repeats(source.clips), given_flow=_all_have_flow(usable, source.root)
-    )
+    return replace(source, clips=_without_repeats(source.clips), given_flow=_all_have_flow(usable, source.root))
 
 
 def scan(root: Path) -> list[Path]:
@@ -98,9 +96,7 @@ def scan(root: Path) -> list[Path]:
     found = []
     for folder, folders, files in os.walk(root):
         here = Path(folder)
-        folders[:] = sorted(
-            name for name in folders if not name.startswith(".") and not is_flow_branch(here / name)
-        )
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and not is_flow_branch(here / name))
         if is_frame_folder(files):
             found.append(here)
         else:
@@ -115,10 +111,7 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[str, dict[str, str]]]]
             reader = csv.DictReader(file, skipinitialspace=True)
             columns = [(name or "").strip() for name in reader.fieldnames or []]
             reader.fieldnames = columns
-            rows = [
-                (f"{path}:{reader.line_num}", {key: (row[key] or "").strip() for key in columns})
-                for row in reader
-            ]
+            rows = [(f"{path}:{reader.line_num}", {key: (row[key] or "").strip() for key in columns}) for row in reader]
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
     except csv.Error as error:
@@ -142,9 +135,7 @@ def _detect(src: Path, layout: str, lists: Path | None) -> tuple[str, Path | Non
         return lists_kind(lists) or "kinetics", lists
     if src.is_file():
         if src.suffix.lower() != ".csv":
-            raise InputError(
-                f"{src}: neither a folder nor a .csv file; list videos in a CSV with path and label"
-            )
+            raise InputError(f"{src}: neither a folder nor a .csv file; list videos in a CSV with path and label")
         return ("kinetics" if "youtube_id" in read_table(src)[0] else "csv"), lists
     for place in (src, *_subfolders(src)):
         if kind := lists_kind(place):
@@ -191,9 +182,7 @@ def _csv_source(src: Path) -> Source:
         if end is not None and end <= (start or 0):
             raise InputError(f"{where}: end_frame {end} is not above start_frame {start or 0}")
         key = name if start is None and end is None else f"{name}:{start or 0}-{'' if end is None else end}"
-        path = next(
-            (p for p in (src.parent / name, src.parent / "video" / name) if p.exists()), src.parent / name
-        )
+        path = next((p for p in (src.parent / name, src.parent / "video" / name) if p.exists()), src.parent / name)
         problem = "no label" if not row["label"] else "" if path.exists() else "no such file"
         clips.append(ClipSource(key, path, row["label"], row.get("group") or name, start or 0, end, problem))
         if word := row.get("split"):
@@ -215,15 +204,11 @@ def _tree_source(src: Path, layout: str) -> Source:
     """Class folders of videos or frame folders; train, val, test folders above them are a split."""
     paths = scan(src)
     if not paths:
-        raise InputError(
-            f"{src}: no videos, no frame folders (img_00001.jpg ...) and no CSV with path and label in it"
-        )
+        raise InputError(f"{src}: no videos, no frame folders (img_00001.jpg ...) and no CSV with path and label in it")
     if layout == "auto":
         layout = "frames" if all(path.is_dir() for path in paths) else "classes"
     tops = {path.relative_to(src).parts[0] for path in paths}
-    split = all(part_name(top) for top in tops) and all(
-        len(path.relative_to(src).parts) > 2 for path in paths
-    )
+    split = all(part_name(top) for top in tops) and all(len(path.relative_to(src).parts) > 2 for path in paths)
     clips, parts = [], {}
     for path in paths:
         relative = path.relative_to(src)
@@ -267,9 +252,7 @@ def _official_source(src: Path, folder: Path, kind: str) -> Source:
         path = exact.get((label.lower(), stem)) or by_name.get(stem)
         group = _group(Path(name)) or key
         clips.append(
-            ClipSource(
-                key, path or src / key, lists.labels[key], group, problem="" if path else "no such file"
-            )
+            ClipSource(key, path or src / key, lists.labels[key], group, problem="" if path else "no such file")
         )
     return Source(kind, src, lists.classes, clips, lists.splits)
 
@@ -287,9 +270,7 @@ def _kinetics_source(src: Path, lists: Path | None) -> Source:
     for table in tables:
         columns, rows = read_table(table)
         if missing := [name for name in _KINETICS_COLUMNS if name not in columns]:
-            raise InputError(
-                f"{table}: no column {' and no column '.join(missing)} (columns: {', '.join(columns)})"
-            )
+            raise InputError(f"{table}: no column {' and no column '.join(missing)} (columns: {', '.join(columns)})")
         for where, row in rows:
             try:
                 name = f"{row['youtube_id']}_{float(row['time_start']):06.0f}_{float(row['time_end']):06.0f}"
@@ -298,9 +279,7 @@ def _kinetics_source(src: Path, lists: Path | None) -> Source:
             key = f"{row['label']}/{name}"
             path = files.get(name)
             problem = "no label" if not row["label"] else "" if path else "no such file"
-            clips.append(
-                ClipSource(key, path or root / key, row["label"], row["youtube_id"], problem=problem)
-            )
+            clips.append(ClipSource(key, path or root / key, row["label"], row["youtube_id"], problem=problem))
             if part := part_name(row.get("split", "") or table.stem):
                 parts[key] = part
     classes = sorted({clip.label for clip in clips if clip.label})
@@ -312,9 +291,7 @@ def _keep_classes(source: Source, classes: str) -> Source:
     for name in wanted:
         if name not in source.classes:
             known = ", ".join(source.classes[:12]) + (", ..." if len(source.classes) > 12 else "")
-            raise InputError(
-                f"--classes {classes}: {name!r} is not a class of {source.root} (classes: {known})"
-            )
+            raise InputError(f"--classes {classes}: {name!r} is not a class of {source.root} (classes: {known})")
     if not wanted:
         return source
     return replace(

@@ -42,9 +42,7 @@ def read_lists(folder: Path) -> OfficialLists:
     """
     kind = lists_kind(folder)
     if kind is None:
-        raise InputError(
-            f"{folder}: neither UCF101's classInd.txt nor HMDB51's CLASS_test_splitN.txt is in it"
-        )
+        raise InputError(f"{folder}: neither UCF101's classInd.txt nor HMDB51's CLASS_test_splitN.txt is in it")
     return read_ucf101(folder) if kind == "ucf101" else read_hmdb51(folder)
 
 
@@ -81,9 +79,7 @@ def read_ucf101(folder: Path) -> OfficialLists:
                 if label not in classes:
                     raise InputError(f"{where}: the class of {name!r} is not in classInd.txt")
                 if index.strip() and numbers.get(int(index)) != label:
-                    raise InputError(
-                        f"{where}: {name} has number {index}, in classInd.txt {numbers.get(int(index))}"
-                    )
+                    raise InputError(f"{where}: {name} has number {index}, in classInd.txt {numbers.get(int(index))}")
                 if parts.setdefault(name, part) != part:
                     raise InputError(f"{where}: {name} is in the train list too")
                 labels[name] = label

@@ -153,7 +153,5 @@ def texture(u: np.ndarray, v: np.ndarray, rng: np.random.Generator, amplitude: f
     waves = 5
     angle, phase = rng.uniform(0, 2 * np.pi, size=(2, waves))
     rate = 2 * np.pi / rng.uniform(6, 16, size=waves)
-    total = sum(
-        np.sin(k * (np.cos(a) * u + np.sin(a) * v) + p) for a, p, k in zip(angle, phase, rate, strict=True)
-    )
+    total = sum(np.sin(k * (np.cos(a) * u + np.sin(a) * v) + p) for a, p, k in zip(angle, phase, rate, strict=True))
     return amplitude * np.sqrt(2 / waves) * total

@@ -67,9 +67,7 @@ def read_frames(
                 shown = (frame.height, frame.width) if turns % 2 else (frame.width, frame.height)
                 target = fit(*shown, size)
                 if max(target) > MAX_SIDE:
-                    raise DecodeError(
-                        f"{path}: {shown[0]}x{shown[1]} would become {target[0]}x{target[1]} pixels"
-                    )
+                    raise DecodeError(f"{path}: {shown[0]}x{shown[1]} would become {target[0]}x{target[1]} pixels")
             width, height = target[::-1] if turns % 2 else target
             image = reformatter.reformat(frame, width, height, "rgb24", interpolation=_RESIZE).to_ndarray()
             yield np.ascontiguousarray(np.rot90(image, turns)) if turns else image
@@ -121,9 +119,7 @@ def write_video(
         stream, shape = None, None
         for frame in frames:
             if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
-                raise ValueError(
-                    f"write_video: a frame is {frame.dtype} {frame.shape}, not uint8 [H, W, 3]"
-                )
+                raise ValueError(f"write_video: a frame is {frame.dtype} {frame.shape}, not uint8 [H, W, 3]")
             if stream is None:
                 shape = frame.shape
                 stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(100_000))

@@ -80,9 +80,7 @@ class FusedAdam(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         """Only during construction: buckets are laid out once, by group."""
         if self._complete:
-            raise InputError(
-                "parameter groups are fixed once the buckets are laid out: give them to FlatBuckets"
-            )
+            raise InputError("parameter groups are fixed once the buckets are laid out: give them to FlatBuckets")
         super().add_param_group(param_group)
 
     def _check_groups(self) -> None:
@@ -94,9 +92,7 @@ class FusedAdam(torch.optim.Optimizer):
                 raise InputError(f"betas={group['betas']}: give two numbers in [0, 1)")
             for name in ("amsgrad", "maximize", "differentiable"):
                 if group[name]:
-                    raise InputError(
-                        f"{name}={group[name]} is not supported by FusedAdam: use torch.optim.Adam"
-                    )
+                    raise InputError(f"{name}={group[name]} is not supported by FusedAdam: use torch.optim.Adam")
 
     def __getstate__(self) -> dict:
         raise InputError("FusedAdam cannot be copied or pickled, its state lies in buckets: use state_dict()")

@@ -91,9 +91,7 @@ class ParameterAverager:
         }
         for name, (value, default) in unsupported.items():
             if value != default:
-                raise InputError(
-                    f"{name}={value!r} is not supported in this version: leave it at {default!r}"
-                )
+                raise InputError(f"{name}={value!r} is not supported in this version: leave it at {default!r}")
         self.opt = opt
         self.period = period
         self.moments = moments
@@ -257,11 +255,7 @@ class _AdamMoments:
 
     @property
     def _index(self) -> np.ndarray:
-        return (
-            np.concatenate([bucket.index for bucket in self.buckets])
-            if len(self.buckets)
-            else np.zeros(0, int)
-        )
+        return np.concatenate([bucket.index for bucket in self.buckets]) if len(self.buckets) else np.zeros(0, int)
 
     def collect(self) -> None:
         pass
@@ -294,9 +288,7 @@ class _SgdMoments:
         params = [p for group in opt.param_groups for p in group["params"]]
         buckets = FlatBuckets.holding(params)
         if buckets is None:
-            raise InputError(
-                "SGD's parameters lie in no FlatBuckets: build far.FlatBuckets(model) first and keep it"
-            )
+            raise InputError("SGD's parameters lie in no FlatBuckets: build far.FlatBuckets(model) first and keep it")
         self.buckets = buckets
         self._owned = {id(p) for p in params}
         self.names = ("momentum_buffer",) if any(group["momentum"] for group in opt.param_groups) else ()
@@ -328,6 +320,4 @@ def _adapter_for(opt: torch.optim.Optimizer) -> _AdamMoments | _SgdMoments:
         return _AdamMoments(opt)
     if isinstance(opt, torch.optim.SGD):
         return _SgdMoments(opt)
-    raise InputError(
-        f"{type(opt).__name__} cannot be averaged: use FusedAdam, or torch.optim.SGD over FlatBuckets"
-    )
+    raise InputError(f"{type(opt).__name__} cannot be averaged: use FusedAdam, or torch.optim.SGD over FlatBuckets")

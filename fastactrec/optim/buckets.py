@@ -101,9 +101,7 @@ class FlatBuckets:
         """
         for name, p in zip(self.names, self.params, strict=True):
             if p.requires_grad and p.dtype != torch.float32:
-                raise InputError(
-                    f"{name} is {p.dtype}: flat buckets hold float32; use model.float() or freeze it"
-                )
+                raise InputError(f"{name} is {p.dtype}: flat buckets hold float32; use model.float() or freeze it")
         old_grads, old_home = self._grads, self._home
         old_states = {name: {i: self.view(name, i) for i in old_home} for name in self._states}
         self._lay_out()
@@ -262,9 +260,7 @@ class FlatBuckets:
                 )
         for i in self._outside:
             if self.params[i].requires_grad:
-                raise InputError(
-                    f"{self.names[i]} was unfrozen behind the buckets' back: call buckets.rebuild()"
-                )
+                raise InputError(f"{self.names[i]} was unfrozen behind the buckets' back: call buckets.rebuild()")
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:

@@ -51,9 +51,7 @@ class ModelBuffers:
         means, variances, floats, integers = self._sorted()
         pending = []
         if reals := [*means, *variances, *floats]:
-            flat = torch.cat(
-                [b.detach().reshape(-1).double() for b in reals]
-            )  # small: statistics, not weights
+            flat = torch.cat([b.detach().reshape(-1).double() for b in reals])  # small: statistics, not weights
             size = sum(b.numel() for b in means)
             mean, second = flat[:size], flat[size : 2 * size]
             second += mean.square()

@@ -60,13 +60,9 @@ class TorchEngine:
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
-            raise InputError(
-                f"process {dist.get_rank()} is not a member of the group that it shall average with"
-            )
+            raise InputError(f"process {dist.get_rank()} is not a member of the group that it shall average with")
         has_cpu = "cpu:" in dist.get_backend_config(group)
-        self._host_device = (
-            torch.device("cpu") if has_cpu else torch.device("cuda", torch.cuda.current_device())
-        )
+        self._host_device = torch.device("cpu") if has_cpu else torch.device("cuda", torch.cuda.current_device())
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         kind = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM

@@ -69,9 +69,7 @@ class Bucket:
         flat: "param", "grad" and optimizer state by name -> float32 [numel], 128-byte aligned.
     """
 
-    def __init__(
-        self, group: int, index: list[int], begin: list[int], sizes: list[int], device: torch.device
-    ):
+    def __init__(self, group: int, index: list[int], begin: list[int], sizes: list[int], device: torch.device):
         self.group = group
         self.index = np.array(index, np.int64)
         self.begin = np.array(begin, np.int64)
@@ -84,9 +82,7 @@ class Bucket:
         self.flat[name] = aligned_zeros(self.numel, self.device, STAGGER * len(self.flat))
 
     def __repr__(self) -> str:
-        return (
-            f"Bucket({len(self.index)} parameters, {self.numel} elements, {self.device}, group {self.group})"
-        )
+        return f"Bucket({len(self.index)} parameters, {self.numel} elements, {self.device}, group {self.group})"
 
 
 def collect_params(model_or_params, groups) -> tuple[list[dict], list[Tensor], list[str]]:
@@ -117,9 +113,7 @@ def collect_params(model_or_params, groups) -> tuple[list[dict], list[Tensor], l
         result.append({**group, "params": members})
     if not params:
         raise InputError("there are no parameters to put into buckets")
-    left_out = (
-        [named[id(p)] for p in model.parameters() if id(p) not in seen and p.requires_grad] if model else []
-    )
+    left_out = [named[id(p)] for p in model.parameters() if id(p) not in seen and p.requires_grad] if model else []
     if left_out:
         raise InputError(
             f"groups leave out {', '.join(left_out[:3])}: put every trainable parameter in one or freeze it"

@@ -21,9 +21,7 @@ def comparison_page(runs: list[RunFiles]) -> str:
         [note(text) for text in comparability(runs, names)],
         [note(f"{name}: {text}") for name, run in zip(names, runs, strict=True) for text in run.notes],
     ]
-    times = [
-        (name, summary_parts(run) or _training_parts(run)) for name, run in zip(names, runs, strict=True)
-    ]
+    times = [(name, summary_parts(run) or _training_parts(run)) for name, run in zip(names, runs, strict=True)]
     sections = [
         section("Runs", _arms(runs, names), _seeds(runs), _paired(runs, names)),
         section("Training", _curves(runs, names)),
@@ -67,10 +65,7 @@ def _arms(runs: list[RunFiles], names: list[str]) -> Markup:
     rows = []
     for name, run in zip(names, runs, strict=True):
         accuracies = run.accuracies()
-        cells = [
-            _accuracy(accuracies.get(stream), None if run is runs[0] else first.get(stream))
-            for stream in streams
-        ]
+        cells = [_accuracy(accuracies.get(stream), None if run is runs[0] else first.get(stream)) for stream in streams]
         parts = summary_parts(run) or _training_parts(run)
         total = sum(parts.values())
         comm = percent(parts["exposed communication"] / total) if total else "–"
@@ -78,10 +73,7 @@ def _arms(runs: list[RunFiles], names: list[str]) -> Markup:
         row = [name, *cells, mean_class, duration(total or None), comm]
         rows.append(row if same else [*row, basis(run) if run.summary else "–"])
     measured = f"Measured on {basis(next(run for run in runs if run.summary))}. " if same else ""
-    caption = (
-        measured
-        + "Mean class accuracy: of the fusion, or of the only stream. Small: points above the first run."
-    )
+    caption = measured + "Mean class accuracy: of the fusion, or of the only stream. Small: points above the first run."
     flush = range(len(streams) + 1, len(streams) + 4)
     columns = columns if same else [*columns, "measured on"]
     return table(columns, rows, label="Runs side by side", caption=caption, numeric=flush)
@@ -111,12 +103,8 @@ def _seeds(runs: list[RunFiles]) -> Markup | None:
     shared = set.intersection(*(set(key) for key in groups))
     rows = []
     for key, members in repeated.items():
-        own = ", ".join(
-            f"{part[0]} {part[1]}" for part in key if part not in shared and isinstance(part, tuple)
-        )
-        spread = [
-            _mean_spread([run.accuracies().get(s, {}).get("top1") for run in members]) for s in _streams(runs)
-        ]
+        own = ", ".join(f"{part[0]} {part[1]}" for part in key if part not in shared and isinstance(part, tuple))
+        spread = [_mean_spread([run.accuracies().get(s, {}).get("top1") for run in members]) for s in _streams(runs)]
         classes = _mean_spread([run.accuracies()[run.best()]["mean_class"] for run in members])
         rows.append([own or "all alike", len(members), *spread, classes, basis(members[0])])
     columns = [

@@ -33,9 +33,7 @@ def most_confused(matrix: np.ndarray, limit: int) -> list[tuple[int, int, int]]:
     np.fill_diagonal(wrong, 0)
     order = np.argsort(-wrong, axis=None, kind="stable")[:limit]
     pairs = [divmod(int(flat), len(matrix)) for flat in order]
-    return [
-        (true, predicted, int(wrong[true, predicted])) for true, predicted in pairs if wrong[true, predicted]
-    ]
+    return [(true, predicted, int(wrong[true, predicted])) for true, predicted in pairs if wrong[true, predicted]]
 
 
 def write_confusion_csv(path: Path, matrix: np.ndarray, classes: list[str]) -> None:
@@ -65,9 +63,7 @@ def read_confusion_csv(path: Path) -> tuple[list[str], np.ndarray]:
         if [row[0] for row in rows[1:]] != classes or matrix.shape != (len(classes), len(classes)):
             raise ValueError("names down and across differ")
     except (OSError, ValueError, IndexError) as error:
-        raise InputError(
-            f"{path}: not a confusion matrix ({error}); run 'fastactrec evaluate' again"
-        ) from error
+        raise InputError(f"{path}: not a confusion matrix ({error}); run 'fastactrec evaluate' again") from error
     return classes, matrix
 
 

@@ -80,10 +80,7 @@ def table(columns: list[str], rows: list[list], *, label: str, caption: str = ""
         return el(tag, content, class_="num" if index in numeric else "long" if long else None, scope=scope)
 
     head = el("tr", [cell("th", i, name, "col") for i, name in enumerate(columns)])
-    body = [
-        el("tr", cell("th", 0, row[0], "row"), [cell("td", i, row[i]) for i in range(1, len(row))])
-        for row in rows
-    ]
+    body = [el("tr", cell("th", 0, row[0], "row"), [cell("td", i, row[i]) for i in range(1, len(row))]) for row in rows]
     content = el("table", el("thead", head), el("tbody", body))
     # the caption stays outside the scrolling box, where it can wrap on a narrow screen
     return join(el("p", caption, class_="caption") if caption else None, scroll(content, label, tall))

@@ -153,11 +153,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, StreamLog], list[str]]:
         kinds[kind].setdefault(entry["stream"], {})[entry["epoch"], entry.get("step", 0)] = entry
     if torn and not any(kinds.values()):
         raise InputError(f"{path}: no line is JSON; restore it or train again")
-    notes = (
-        [f"{torn} broken line(s) of metrics.jsonl left out (the run was killed while writing)"]
-        if torn
-        else []
-    )
+    notes = [f"{torn} broken line(s) of metrics.jsonl left out (the run was killed while writing)"] if torn else []
     streams = dict.fromkeys([*kinds["step"], *kinds["epoch"]])
     logs = {
         stream: StreamLog(*([lines[key] for key in sorted(lines)] for lines in (
@@ -216,8 +212,6 @@ def _read_scores(path: Path) -> dict[str, Scores]:
     except KeyError as error:
         raise InputError(f"{path}: no column or class {error}; {cure}") from error
     return {
-        stream: Scores(
-            [r[0] for r in list_], np.array([r[1] for r in list_]), np.array([r[2] for r in list_]), classes
-        )
+        stream: Scores([r[0] for r in list_], np.array([r[1] for r in list_]), np.array([r[2] for r in list_]), classes)
         for stream, list_ in rows.items()
     }

@@ -174,9 +174,7 @@ def curves_section(run: RunFiles) -> Markup:
     figures = [
         epoch_chart("Loss", steps + epoch_lines(run, "loss"), "Mean of each epoch; thin: logged steps."),
         epoch_chart("Top-1", accuracy, seen, y_range=(0.0, 1.0), tick=_whole_percent),
-        epoch_chart(
-            "Learning rate", epoch_lines(run, "lr"), "At the end of each epoch.", y_range=(0.0, None)
-        ),
+        epoch_chart("Learning rate", epoch_lines(run, "lr"), "At the end of each epoch.", y_range=(0.0, None)),
     ]
     return section("Training", el("div", figures, class_="figures"))
 
@@ -221,8 +219,7 @@ def time_split(rows: list[tuple[str, dict[str, float]]]) -> tuple[Markup, Markup
     chart = stacked_bars(rows, TIME_KINDS, label="Time split; the table has the numbers")
     drawing = figure("Where the time went", chart, key=color_key(list(TIME_KINDS.items())))
     cells = [
-        [name, *(duration(parts[kind]) for kind in TIME_KINDS), duration(sum(parts.values()))]
-        for name, parts in rows
+        [name, *(duration(parts[kind]) for kind in TIME_KINDS), duration(sum(parts.values()))] for name, parts in rows
     ]
     columns = ["", *TIME_KINDS, "total"]
     caption = (
@@ -239,17 +236,13 @@ def confusion_section(run: RunFiles) -> Markup | None:
     if matrix is None or not matrix.sum():
         return None
     result = f"{best or 'result'}, {basis(run)}" if run.summary else f"{best or 'result'}"
-    label = (
-        f"Confusion matrix of {len(run.classes)} classes; the most confused pairs are in the table beside it"
-    )
+    label = f"Confusion matrix of {len(run.classes)} classes; the most confused pairs are in the table beside it"
     drawing = figure(
         "Confusion matrix",
         scroll(heat_map(matrix, run.classes, label=label), "Confusion matrix"),
         f"{result}. Shade: share of the row; point at a cell for its names and count.",
     )
-    return section(
-        "Classes", el("div", drawing, _class_table(run, matrix), _pairs(run, matrix), class_="flow")
-    )
+    return section("Classes", el("div", drawing, _class_table(run, matrix), _pairs(run, matrix), class_="flow"))
 
 
 def _class_table(run: RunFiles, matrix: np.ndarray) -> Markup:
@@ -265,9 +258,7 @@ def _class_table(run: RunFiles, matrix: np.ndarray) -> Markup:
     caption = "Accuracy per class, lowest first" + (f"; {basis(run)}." if run.summary else ".")
     columns = ["class", "clips", *results, ""]
     flush = range(1, len(columns) - 1)
-    return el(
-        "div", table(columns, rows, label="Accuracy per class", caption=caption, numeric=flush, tall=True)
-    )
+    return el("div", table(columns, rows, label="Accuracy per class", caption=caption, numeric=flush, tall=True))
 
 
 def _pairs(run: RunFiles, matrix: np.ndarray) -> Markup | None:

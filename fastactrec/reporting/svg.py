@@ -111,9 +111,7 @@ def _finite(s: Series) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-def _extent(
-    values: list[np.ndarray], low: float | None = None, high: float | None = None
-) -> tuple[float, float]:
+def _extent(values: list[np.ndarray], low: float | None = None, high: float | None = None) -> tuple[float, float]:
     everything = np.concatenate(values)
     low = float(everything.min()) if low is None else low
     high = float(everything.max()) if high is None else high
@@ -192,9 +190,7 @@ def heat_map(matrix: np.ndarray, names: list[str], *, label: str) -> Markup:
         marks.append(el("path", d=f"M{at:g} {margin:g}v{side:g}M{margin:g} {at:g}h{side:g}", class_="grid"))
     for true, predicted in zip(*(axis.tolist() for axis in matrix.nonzero()), strict=True):
         value, share = int(matrix[true, predicted]), matrix[true, predicted] / clips[true]
-        tip = el(
-            "title", f"true {names[true]}, predicted {names[predicted]}: {value} of {int(clips[true])} clips"
-        )
+        tip = el("title", f"true {names[true]}, predicted {names[predicted]}: {value} of {int(clips[true])} clips")
         x, y = margin + predicted * cell, margin + true * cell
         box = {"x": x + 0.5, "y": y + 0.5, "width": cell - 1, "height": cell - 1}
         marks.append(el("rect", tip, **box, class_="heat", fill_opacity=float(0.18 + 0.82 * share)))
@@ -220,6 +216,4 @@ def shorten(name: str, limit: int) -> str:
 def _figure(marks: list[Markup], width: float, height: float, label: str, natural: bool = False) -> Markup:
     size = {"width": math.ceil(width), "height": math.ceil(height)} if natural else {}
     box = f"0 0 {width:g} {height:g}"
-    return el(
-        "svg", *marks, viewBox=box, role="img", aria_label=label, class_=None if natural else "chart", **size
-    )
+    return el("svg", *marks, viewBox=box, role="img", aria_label=label, class_=None if natural else "chart", **size)
