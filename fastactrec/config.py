@@ -191,7 +191,7 @@ class TrainConfig:
     segments: int = 3
     """Segments per clip in training (TSN); their scores are averaged."""
     crop: int = 224
-    """Side of the square network input, pixels."""
+    """Side of the square network input, pixels; at least 40, so that the last stage is more than one pixel."""
     scales: str = "1,0.875,0.75,0.66"
     """Multi-scale corner crops: sides relative to the frame's short side."""
     flip: bool = True
@@ -254,7 +254,7 @@ class TrainConfig:
             path = getattr(self, name)
             _require(path is None or path.exists(), f"--{name.replace('_', '-')} {path}: no such file")
         for name, least in {
-            "base_width": 8, "flow_length": 1, "segments": 1, "crop": 32, "epochs": 1, "batch": 1, "period": 1,
+            "base_width": 8, "flow_length": 1, "segments": 1, "crop": 40, "epochs": 1, "batch": 1, "period": 1,
             "bucket_mib": 1, "test_segments": 1, "workers": 1, "log_every": 1,
         }.items():  # fmt: skip
             value = getattr(self, name)

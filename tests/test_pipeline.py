@@ -16,7 +16,7 @@ from fastactrec import cli, open_pack, open_run
 from fastactrec.data.synthetic import make_synthetic
 
 QUICK = [
-    "--base-width", 8, "--crop", 32, "--epochs", 2, "--batch", 8, "--segments", 2, "--flow-length", 3,
+    "--base-width", 8, "--crop", 40, "--epochs", 2, "--batch", 8, "--segments", 2, "--flow-length", 3,
     "--test-segments", 2, "--test-crops", 1, "--period", 2, "--log-every", 1,
 ]  # fmt: skip
 
