@@ -150,6 +150,7 @@ class PrepareConfig:
         _require(0 < self.bound_px < 1000, f"--bound-px {self.bound_px}: must be above 0 (20 is usual)")
         _require(1 <= self.quality <= 100, f"--quality {self.quality}: must be 1 to 100")
         _require(self.workers >= 0, f"--workers {self.workers}: must be 0 (all cores) or more")
+        _require(self.seed >= 0, f"--seed {self.seed}: must be 0 or more")
         for name in ("test_fraction", "val_fraction"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"--{name.replace('_', '-')} {value}: must be in [0, 1)")
@@ -260,6 +261,7 @@ class TrainConfig:
             value = getattr(self, name)
             _require(value >= least, f"--{name.replace('_', '-')} {value}: must be at least {least}")
         _require(0 < self.lr < 10, f"--lr {self.lr}: must be above 0 and below 10")
+        _require(self.seed >= 0, f"--seed {self.seed}: must be 0 or more")
         _require(self.weight_decay >= 0, f"--weight-decay {self.weight_decay}: must be 0 or more")
         _require(0 <= self.dropout < 1, f"--dropout {self.dropout}: must be in [0, 1)")
         _require(0 <= self.label_smoothing < 1, f"--label-smoothing {self.label_smoothing}: must be in [0, 1)")

@@ -29,7 +29,7 @@ from .config import FlowConfig, PrepareConfig, parse_size
 from .data.assemble import assemble
 from .data.extract import Extraction, extract_clip, read_record, write_rejection
 from .data.jpeg import SUBSAMPLING
-from .data.pack import ALIGNMENT, FORMAT, VERSION, manifest_path, work_path
+from .data.pack import ALIGNMENT, AS_GIVEN, FORMAT, VERSION, manifest_path, work_path
 from .data.sources import Source, find_source
 from .data.splits import PARTS, group_split
 from .data.video import RESIZE_NAME
@@ -75,7 +75,7 @@ def _describe(config: PrepareConfig, source: Source) -> dict:
         )
     return {
         "source": {"path": str(config.src), "layout": source.layout, "digest": source.digest()},
-        "size": "as given" if given else config.size,
+        "size": AS_GIVEN if given else config.size,
         "resize": f"{RESIZE_NAME}, frames only, to their flow" if given else f"{RESIZE_NAME}, before flow",
         "frame_step": config.frame_step,
         "max_frames": config.max_frames,

@@ -20,6 +20,7 @@ from .engine.evaluation import Protocol, describe, evaluate, write_results
 from .engine.run_folder import RunFolder
 from .engine.trainer import StreamTrainer
 from .engine.world import World, open_world
+from .errors import InputError
 from .progress import say
 
 
@@ -37,13 +38,13 @@ def run(config: TrainConfig) -> None:
 
         def set_up() -> None:
             if config.data is not None:
-                _open_for(config, pack_path)  # a wrong pack must not leave a run folder behind
+                _open_for(config, pack_path, world)  # a wrong pack must not leave a run folder behind
             folder.start(config)
             if config.data is None:
                 _make_synthetic_pack(run_path / "synthetic", config.seed)
 
         world.on_rank_zero(set_up)
-        pack = _open_for(config, pack_path)
+        pack = _open_for(config, pack_path, world)
         streams = parse_streams(config.streams)
         for stream in streams:
             _train_stream(config, stream, pack, world, folder)
@@ -72,9 +73,14 @@ def _run_path(config: TrainConfig, world: World) -> Path:
     return Path(paths[0])
 
 
-def _open_for(config: TrainConfig, path: Path) -> Pack:
+def _open_for(config: TrainConfig, path: Path, world: World) -> Pack:
+    """The pack, when there is something in it to train on."""
     pack = open_pack(path)
-    pack.split(config.split)  # raises when the split does not exist
+    clips = len(pack.split(config.split)["train"])
+    if not clips:
+        raise InputError(f"{pack.path}: split {config.split!r} has no training clips; choose another --split")
+    if world.size > clips:
+        raise InputError(f"{world.size} ranks, but only {clips} training clips in {pack.path}: use fewer ranks")
     return pack
 
 

@@ -184,6 +184,25 @@ def manifest(change):
     return damage
 
 
+UNKNOWN = [
+    lambda m: m["flow"].update(alignment="?"),
+    lambda m: m["flow"].update(rounding="down"),
+    lambda m: m["flow"].update(bound_px="wide"),
+    lambda m: m["flow"].update(bound_px=0),
+    lambda m: m.update(flow=["tvl1"]),
+    lambda m: m.update(shards="000000.tar"),
+    lambda m: m["shards"][0].update(name="../../000000.tar"),
+    lambda m: m.pop("shards"),
+    lambda m: m.pop("size"),
+    lambda m: m.update(classes=[1, 2]),
+]
+
+
+def short_row(pack):
+    lines = (pack / "clips.csv").read_text().splitlines()
+    (pack / "clips.csv").write_text("\n".join([lines[0], lines[1].rsplit(",", 2)[0], *lines[2:]]))
+
+
 def other_index(pack):
     np.save(pack / "index.npy", np.zeros(3, INDEX_DTYPE))
 
@@ -204,10 +223,11 @@ def unfinished(pack):
         (text("manifest.json", "{"), r"manifest.json: damaged .*; prepare the pack again"),
         (manifest(lambda m: m.update(version=2)), r"manifest.json: format .* version 2, but"),
         (manifest(lambda m: m.update(format="x")), r"manifest.json: format 'x'"),
-        (manifest(lambda m: m["flow"].update(alignment="?")), r"what says how its flow was made"),
-        (manifest(lambda m: m.pop("shards")), r"manifest.json: lacks shards"),
+        *[(manifest(change), r"manifest.json: an entry is missing or not what") for change in UNKNOWN],
         (gone("clips.csv"), r"clips.csv: No such file"),
         (text("clips.csv", "id,label\n"), r"clips.csv: no column fps, frames"),
+        (short_row, r"clips.csv: row 2 has another number of columns than the first"),
+        (text("clips.csv", "x" * 200_000), r"clips.csv: damaged \(field larger than"),
         (gone("index.npy"), r"index.npy: missing or damaged"),
         (other_index, r"index.npy: does not fit clips.csv"),
         (gone("shards/000001.tar"), r"000001.tar: No such file or directory; copy the pack whole"),

@@ -20,6 +20,7 @@ import hashlib
 import json
 import mmap
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from .splits import PARTS
 
 FORMAT, VERSION = "fastactrec-pack", 1
 ALIGNMENT = "flow k is frame k -> k+1"
+ROUNDINGS = ("half-even", "given")  # of flow to codes: prepare's own, or whatever another tool did
+AS_GIVEN = "as given"  # manifest "size" of frames that another tool extracted
 CLIP_COLUMNS = ("id", "label", "group", "frames", "width", "height", "fps", "source")
 INDEX_DTYPE = np.dtype([("shard", "<u4"), ("length", "<u4"), ("offset", "<u8")])
 
@@ -86,6 +89,14 @@ class Pack:
 
     def __reduce__(self):
         return Pack, (self.path,)
+
+    @property
+    def frame_size(self) -> str:
+        """How the frames of a new video must be resized to be like the pack's, as ``config.parse_size`` reads it."""
+        if self.manifest["size"] != AS_GIVEN:
+            return self.manifest["size"]
+        sizes = Counter((clip.width, clip.height) for clip in self.clips)
+        return "{}x{}".format(*max(sizes, key=sizes.get))
 
     def rgb_jpegs(self, clip: int, frames: Iterable[int]) -> list[memoryview]:
         """JPEG files of some frames of clip number ``clip``, in the order asked for. Raises IndexError."""
@@ -155,6 +166,10 @@ class Pack:
         return views
 
     def _map(self, shard: int) -> mmap.mmap:
+        if shard >= len(self._shards):
+            raise PackError(
+                f"{self.path / 'index.npy'}: names shard {shard} of {len(self._shards)}; prepare the pack again"
+            )
         with self._lock:
             if self._maps[shard] is None:
                 with open(self._shards[shard], "rb") as file:
@@ -233,13 +248,27 @@ def _read_manifest(folder: Path) -> dict:
             f"{path}: format {name!r} version {version!r}, but {FORMAT!r} version {VERSION} is read here; "
             "prepare the pack again, or install the fastactrec that wrote it"
         )
-    alignment = manifest.get("flow", {}).get("alignment")
-    missing = [key for key in ("classes", "clips", "shards", "flow") if key not in manifest]
-    if missing or alignment != ALIGNMENT or "bound_px" not in manifest["flow"]:
-        raise PackError(
-            f"{path}: lacks {', '.join(missing) or 'what says how its flow was made'}; prepare the pack again"
-        )
+    if not _is_known(manifest):
+        raise PackError(f"{path}: an entry is missing or not what this version reads; prepare the pack again")
     return manifest
+
+
+def _is_known(manifest: dict) -> bool:
+    """Whether everything that readers rely on is there, of the right kind, and of a meaning they know."""
+    try:
+        flow, shards = manifest["flow"], manifest["shards"]
+        return (
+            all(isinstance(name, str) for name in manifest["classes"])
+            and all(isinstance(manifest[key], int) for key in ("clips", "frame_step"))
+            and isinstance(manifest["size"], str)
+            and 0 < float(flow["bound_px"]) < float("inf")
+            and flow["alignment"] == ALIGNMENT
+            and flow["rounding"] in ROUNDINGS
+            and all(Path(shard["name"]).name == shard["name"] for shard in shards)
+            and all(isinstance(shard["bytes"], int) and isinstance(shard["sha256"], str) for shard in shards)
+        )
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def _read_csv(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
@@ -248,9 +277,15 @@ def _read_csv(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
             reader = csv.DictReader(file)
             if missing := set(columns) - set(reader.fieldnames or ()):
                 raise PackError(f"{path}: no column {', '.join(sorted(missing))}; prepare the pack again")
-            return list(reader)
+            rows = list(reader)
     except OSError as error:
         raise PackError(f"{path}: {error.strerror}; prepare the pack again") from error
+    except csv.Error as error:
+        raise PackError(f"{path}: damaged ({error}); prepare the pack again") from error
+    for number, row in enumerate(rows, 2):
+        if None in row or None in row.values():
+            raise PackError(f"{path}: row {number} has another number of columns than the first; prepare it again")
+    return rows
 
 
 def _is_jpeg(data: memoryview) -> bool:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config import MIB, STREAMS, TrainConfig, normalisation, parse_scales
 from ..data.loader import TestLoader, TrainLoader
 from ..data.pack import Pack
-from ..errors import FastactrecError, InputError
+from ..errors import FastactrecError
 from ..files import atomic_path
 from ..models.streams import StreamSpec, build_stream, parameter_groups, save_stream, start_from
 from ..optim.adam import FusedAdam
@@ -46,7 +46,7 @@ def stream_spec(config: TrainConfig, stream: str, pack: Pack) -> StreamSpec:
         flow_length=config.flow_length,
         classes=tuple(pack.classes),
         crop=config.crop,
-        frame_size=pack.manifest["size"],
+        frame_size=pack.frame_size,
         frame_step=pack.manifest["frame_step"],
         bound_px=pack.bound_px,
     )
@@ -67,12 +67,6 @@ class StreamTrainer:
     def __init__(self, config: TrainConfig, stream: str, pack: Pack, world: World, run: RunFolder):
         self.config, self.stream, self.pack, self.world, self.run = config, stream, pack, world, run
         parts = pack.split(config.split)
-        if not parts["train"]:
-            raise InputError(f"{pack.path}: split {config.split!r} has no training clips")
-        if world.size > len(parts["train"]):
-            raise InputError(
-                f"{world.size} ranks, but only {len(parts['train'])} training clips in {pack.path}: use fewer ranks"
-            )
         common = {
             "modality": stream,
             "flow_length": config.flow_length,
