@@ -104,9 +104,10 @@ def test_damaged_and_foreign_files_are_named(tmp_path):
     path.write_bytes(b"\x00" * 100)
     with pytest.raises(CheckpointError, match=r"rgb\.safetensors: not a readable safetensors file"):
         load_stream(path)
-    save_file({"weight": torch.zeros(2)}, path)
-    with pytest.raises(CheckpointError, match="not a fastactrec stream"):
-        load_stream(path)
+    for about in ({}, {"fastactrec-stream": "{]"}, {"fastactrec-stream": '{"version": 1, "spec": {"stream": "rgb"}}'}):
+        save_file({"weight": torch.zeros(2)}, path, metadata=about)
+        with pytest.raises(CheckpointError, match="not a fastactrec stream"):
+            load_stream(path)
 
 
 def test_fusion_weighs_logits_or_probabilities():

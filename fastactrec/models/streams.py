@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
+from ..config import STREAMS
 from ..errors import CheckpointError, InputError
 
 _LAYERS = {
@@ -103,11 +104,15 @@ def read_stream(path: Path) -> tuple[StreamSpec, dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from error
-    about = json.loads(metadata.get(_FILE_KEY, "{}"))
-    if about.get("version") != _FILE_VERSION:
+    try:
+        about = json.loads(metadata[_FILE_KEY])
+        spec = StreamSpec(**{**about["spec"], "classes": tuple(about["spec"]["classes"])})
+        known = about["version"] == _FILE_VERSION and spec.stream in STREAMS and spec.arch in _LAYERS
+    except (KeyError, TypeError, ValueError):
+        known = False
+    if not known:
         raise CheckpointError(f"{path}: not a fastactrec stream of format version {_FILE_VERSION}; train one")
-    fields = about["spec"]
-    return StreamSpec(**{**fields, "classes": tuple(fields["classes"])}), tensors
+    return spec, tensors
 
 
 def load_stream(path: Path) -> StreamNet:
