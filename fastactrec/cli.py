@@ -1,7 +1,7 @@
 """From the command line to a checked config and back to an exit code.
 
 ``python -m fastactrec.NAME ...`` and ``fastactrec NAME ...`` are the same. Exit codes: 0 done; 2 usage or bad input,
-one line on stderr; 1 failure at run time.
+one line on stderr; 1 failure at run time; 130 interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -95,9 +95,11 @@ def run(command: str, argv: list[str] | None = None) -> int:
         return _fail(command, error, 2)
     except FastactrecError as error:
         return _fail(command, error, 1)
-    except BrokenPipeError:
+    except BrokenPipeError:  # before OSError: whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        return _fail(command, FastactrecError(f"{error.filename or 'a file'}: {error.strerror or error}"), 1)
     except KeyboardInterrupt:
         print(f"fastactrec {command}: interrupted", file=sys.stderr)
         return 130

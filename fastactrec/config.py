@@ -348,7 +348,7 @@ class PredictConfig:
 
     def check(self) -> None:
         _require(self.run.is_dir(), f"--run {self.run}: no such run folder")
-        _require(bool(self.clips), "predict: name at least one video file")
+        _require(bool(self.clips), "name at least one video file")
         _require(self.top >= 1, f"--top {self.top}: must be at least 1")
         _require(
             self.test_segments >= 0,
@@ -366,7 +366,7 @@ class ReportConfig:
     """HTML file; report.html in the run folder (or ./comparison.html for several) without it."""
 
     def check(self) -> None:
-        _require(bool(self.runs), "report: name at least one run folder")
+        _require(bool(self.runs), "name at least one run folder")
         for run in self.runs:
             _require(run.is_dir(), f"{run}: no such run folder")
 

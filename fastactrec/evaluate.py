@@ -16,6 +16,9 @@ from .errors import InputError
 def run(config: EvaluateConfig) -> None:
     folder = open_run(config.run)
     trained = folder.config
+    _ = folder.classes  # raises when no stream has been trained to its end
+    if config.out is not None and config.out.exists() and not config.out.is_dir():
+        raise InputError(f"--out {config.out}: is a file; give a folder")
     data = config.data or trained.data
     if data is None:
         data = folder.path / "synthetic" / "pack"
@@ -29,8 +32,6 @@ def run(config: EvaluateConfig) -> None:
     )
     pack = open_pack(data)
     models = {stream: folder.model(stream) for stream in folder.streams}
-    if not models:
-        raise InputError(f"{folder.path}: no finished stream (*.safetensors); continue with train --resume")
     with open_world(config.device) as world:
         clips, labels, scores = evaluate(models, pack, protocol, workers=config.workers, world=world)
         out = config.out or folder.path

@@ -12,8 +12,8 @@ import numpy as np
 from . import cli
 from .config import PredictConfig, parse_weights
 from .data.flow import flow_to_color, to_gray, tvl1
-from .data.video import video_fps, write_video
-from .engine.prediction import ClipFrames, score_video, video_frames
+from .data.video import read_frames, video_fps, write_video
+from .engine.prediction import ClipFrames, score_video
 from .engine.run_folder import open_run
 from .engine.world import open_world
 from .errors import DecodeError, InputError
@@ -21,6 +21,8 @@ from .models.fusion import fuse, softmax
 from .models.streams import StreamSpec
 from .progress import say, track
 from .reporting.overlay import draw_overlay
+
+OVERLAY_SHORT_SIDE = 256  # pixels; what the networks see is often too small to look at
 
 
 def run(config: PredictConfig) -> None:
@@ -34,6 +36,7 @@ def run(config: PredictConfig) -> None:
     for clip in config.clips:
         if not clip.is_file():
             raise InputError(f"{clip}: no such video file")
+    overlays = _overlay_paths(config)
     failed = 0
     with open_world(config.device, "predict runs on one process") as world:
         for clip in config.clips if len(config.clips) == 1 else track(config.clips, "predict"):
@@ -48,10 +51,10 @@ def run(config: PredictConfig) -> None:
             chances = fused / fused.sum() if trained.fusion == "softmax" else softmax(fused)
             ranked = [(classes[i], float(chances[i])) for i in np.argsort(-chances, kind="stable")[: config.top]]
             _print(clip, ranked, logits, classes, config.json)
-            if config.overlay is not None:
-                _write_overlay(config, clip, spec, ranked)
+            if overlays:
+                _write_overlay(overlays[clip], clip, spec, ranked)
     if failed:
-        raise InputError(f"{failed} of {len(config.clips)} clips could not be read (named above); the others are done")
+        raise InputError(f"{failed} of {len(config.clips)} clips could not be read, named above")
 
 
 def _print(clip: Path, ranked, logits: dict[str, np.ndarray], classes: list[str], as_json: bool) -> None:
@@ -65,21 +68,40 @@ def _print(clip: Path, ranked, logits: dict[str, np.ndarray], classes: list[str]
         print(f"  {score:7.2%}  {label}")
 
 
-def _write_overlay(config: PredictConfig, clip: Path, spec: StreamSpec, ranked) -> None:
-    target = config.overlay
-    if len(config.clips) > 1:
-        target = target / f"{clip.stem}.overlay.mp4"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_video(target, _overlay_frames(clip, spec, ranked), fps=video_fps(clip) / spec.frame_step)
+def _overlay_paths(config: PredictConfig) -> dict[Path, Path]:
+    """Where each clip's overlay goes; raises InputError when one would replace another file of this command."""
+    if config.overlay is None:
+        return {}
+    many = len(config.clips) > 1 or config.overlay.is_dir()
+    paths = {clip: config.overlay / f"{clip.stem}.overlay.mp4" if many else config.overlay for clip in config.clips}
+    taken = {clip.resolve() for clip in config.clips}
+    for clip, path in paths.items():
+        if path.resolve() in taken:
+            raise InputError(
+                f"--overlay {path}: {clip} would replace another file of this command; choose another place"
+            )
+        taken.add(path.resolve())
+    return paths
+
+
+def _write_overlay(target: Path, clip: Path, spec: StreamSpec, ranked) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_video(target, _overlay_frames(clip, spec, ranked), fps=video_fps(clip) / spec.frame_step)
+    except OSError as error:
+        raise InputError(f"--overlay {target}: cannot be written: {error.strerror}") from error
     say(f"written {target}")
 
 
 def _overlay_frames(clip: Path, spec: StreamSpec, ranked) -> Iterator[np.ndarray]:
     """Each frame with the labels and the flow to the next one drawn beside it; the last repeats its flow."""
-    previous, flow = None, None
-    for frame in video_frames(clip, spec):
+    size, previous, flow = (OVERLAY_SHORT_SIDE, None), None, None
+    for frame in read_frames(clip, size=size, step=spec.frame_step):
         if previous is not None:
-            flow = flow_to_color(np.asarray(tvl1(to_gray(previous), to_gray(frame))), max_px=spec.bound_px / 4)
+            motion = np.asarray(tvl1(to_gray(previous), to_gray(frame)))
+            # full colour for the fastest hundredth, so that slow motion shows; a still picture stays white
+            fastest_px = float(np.quantile(np.hypot(*motion), 0.99))
+            flow = flow_to_color(motion, max_px=max(1.0, fastest_px))
             yield draw_overlay(previous, flow, ranked)
         previous = frame
     if previous is not None and flow is not None:

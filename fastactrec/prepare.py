@@ -63,7 +63,8 @@ def run(config: PrepareConfig) -> None:
     except OSError as error:
         cure = "put this right and start the same command again to continue"
         raise FastactrecError(f"{error.filename or config.out}: {error.strerror}; {cure}") from error
-    _report(config.out, manifest, splits, frames, seconds)
+    counts = Counter(splits["default"].get(source.clips[number].id, "in no part") for number in used)
+    _report(config.out, manifest, counts, frames, seconds)
 
 
 def _describe(config: PrepareConfig, source: Source) -> dict:
@@ -107,14 +108,21 @@ def _entries(table: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield prefix + key, value
 
 
+def _read_json(path: Path, out: Path) -> dict:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: damaged; delete {out}, or choose another --out")
+    return value
+
+
 def _is_complete(out: Path, job: dict) -> bool:
     path = manifest_path(out)
     if not path.is_file():
         return False
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path}: damaged ({error}); delete {out}, or choose another --out") from error
+    manifest = _read_json(path, out)
     if found := _differences(manifest, job):
         raise InputError(f"{out}: holds a pack made differently: {found}; delete it, or choose another --out")
     return True
@@ -141,7 +149,7 @@ def _work_folder(out: Path, job: dict) -> Iterator[Path]:
         except OSError:
             raise InputError(f"{out}: another prepare is at work on it; wait for it") from None
         if note.is_file():
-            old = json.loads(note.read_text(encoding="utf-8"))
+            old = _read_json(note, out)
             if found := _differences(old, job | {"versions": versions}):
                 raise InputError(f"{out}: holds unfinished work made differently: {found}; delete it or change --out")
             progress.say(f"{out}: continuing")
@@ -247,12 +255,11 @@ def _manifest_head(source: Source, job: dict) -> dict:
     return {"format": FORMAT, "version": VERSION, "classes": source.classes, **job, "versions": _versions()}
 
 
-def _report(out: Path, manifest: dict, splits: dict, frames: int, seconds: float) -> None:
+def _report(out: Path, manifest: dict, counts: Counter, frames: int, seconds: float) -> None:
     rate = f", {frames / seconds:.1f} frames/s" if frames else ""
     rejected = f", {manifest['rejected']} rejected (see {out / 'rejected.csv'})" if manifest["rejected"] else ""
     progress.say(f"{out}: {manifest['clips']} clips, {manifest['frames']} frames{rejected}{rate}")
-    counts = Counter(splits["default"].values())
-    parts = ", ".join(f"{counts[part]} {part}" for part in PARTS if counts[part])
+    parts = ", ".join(f"{counts[part]} {part}" for part in (*PARTS, "in no part") if counts[part])
     progress.say(f"split default: {parts}" + ("" if counts["test"] else "; no test part: too few groups, or asked so"))
 
 

@@ -14,8 +14,13 @@ from .reporting.run_files import read_run
 from .reporting.run_page import run_page
 
 
-def run(config: ReportConfig) -> Path:
-    """Write the page, print its path, return it.
+def run(config: ReportConfig) -> None:
+    """Write the page and print its path."""
+    print(write_report(config))
+
+
+def write_report(config: ReportConfig) -> Path:
+    """Write the page and return its path.
 
     Raises:
         InputError: a run folder lacks a file or holds a broken one, or the page cannot be written.
@@ -29,7 +34,6 @@ def run(config: ReportConfig) -> Path:
         write_page(out, text)
     except OSError as error:
         raise InputError(f"{out}: {error.strerror}; choose a file in an existing folder with --out") from error
-    print(out)
     return out
 
 

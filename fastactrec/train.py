@@ -18,9 +18,10 @@ from .data.pack import Pack, open_pack
 from .data.synthetic import make_synthetic
 from .engine.evaluation import Protocol, describe, evaluate, write_results
 from .engine.run_folder import RunFolder
-from .engine.trainer import StreamTrainer
+from .engine.trainer import StreamTrainer, stream_spec
 from .engine.world import World, open_world
 from .errors import InputError
+from .models.streams import read_stream, require_fit
 from .progress import say
 
 
@@ -38,7 +39,8 @@ def run(config: TrainConfig) -> None:
 
         def set_up() -> None:
             if config.data is not None:
-                _open_for(config, pack_path, world)  # a wrong pack must not leave a run folder behind
+                # what is wrong with the input must be said before there is a run folder
+                _require_initial_weights(config, _open_for(config, pack_path, world))
             folder.start(config)
             if config.data is None:
                 _make_synthetic_pack(run_path / "synthetic", config.seed)
@@ -50,7 +52,7 @@ def run(config: TrainConfig) -> None:
             _train_stream(config, stream, pack, world, folder)
         _test_and_report(config, streams, pack, world, folder)
         if world.rank == 0:
-            print(f"finished in {time.monotonic() - start:.0f} s: {run_path / 'report.html'}")
+            print(f"finished in {time.monotonic() - start:.0f} s: {os.path.relpath(run_path / 'report.html')}")
 
 
 def _run_path(config: TrainConfig, world: World) -> Path:
@@ -82,6 +84,12 @@ def _open_for(config: TrainConfig, path: Path, world: World) -> Pack:
     if world.size > clips:
         raise InputError(f"{world.size} ranks, but only {clips} training clips in {pack.path}: use fewer ranks")
     return pack
+
+
+def _require_initial_weights(config: TrainConfig, pack: Pack) -> None:
+    for stream in parse_streams(config.streams):
+        if (path := getattr(config, f"init_{stream}")) is not None:
+            require_fit(read_stream(path)[0], stream_spec(config, stream, pack), path)
 
 
 def _make_synthetic_pack(folder: Path, seed: int) -> None:
@@ -117,13 +125,14 @@ def _test_and_report(config: TrainConfig, streams, pack: Pack, world: World, fol
     )
     if not pack.split(config.split)["test"]:
         say(f"{pack.path}: split {config.split!r} has no test clips, so nothing was evaluated")
+        world.on_rank_zero(lambda: report.write_report(ReportConfig(runs=(folder.path,))))
         return
     models = {stream: folder.model(stream) for stream in streams}
     clips, labels, scores = evaluate(models, pack, protocol, workers=config.workers, world=world)
 
     def write() -> None:
         print(describe(write_results(folder.path, folder, pack, protocol, clips, labels, scores, world)))
-        report.run(ReportConfig(runs=(folder.path,)))
+        report.write_report(ReportConfig(runs=(folder.path,)))
 
     world.on_rank_zero(write)
 

@@ -231,3 +231,55 @@ def test_a_world_that_does_not_fit(pack, tmp_path, launch):
     assert done.returncode != 0
     assert "--sync none trains on one process; use --sync kavg or ddp, but WORLD_SIZE is 2" in done.stderr
     assert not folder.exists()
+
+
+def test_overlays_replace_no_other_file(run, pack, tmp_path, capsys):
+    first, second = (pack.parent / "videos" / f"{name}/train_000.mp4" for name in ("ring_grows", "ring_shrinks"))
+    assert call("predict", "--run", run, first, second, "--overlay", tmp_path) == 2
+    assert "would replace another file of this command" in capsys.readouterr().err
+    before = first.read_bytes()
+    assert call("predict", "--run", run, first, "--overlay", first) == 2
+    assert first.read_bytes() == before
+    (tmp_path / "file").touch()
+    assert call("predict", "--run", run, first, "--overlay", tmp_path / "file" / "o.mp4") == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "epoch", "ranks", "spec"])
+def test_a_checkpoint_that_does_not_fit_together_is_named(part, run, pack, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    (folder / "rgb.safetensors").unlink()
+    path = folder / "checkpoints" / "rgb.pt"
+    state = torch.load(path, weights_only=True)
+    for damage in ({}, "x"):
+        torch.save({**state, part: damage}, path)
+        assert call("train", "--data", pack, "--run", folder, *QUICK, "--resume") == 2
+        error = capsys.readouterr().err
+        assert f"{path}: damaged" in error
+        assert len(error.strip().splitlines()) == 1
+    path.write_bytes(b"\x80\x04not a checkpoint")
+    assert call("train", "--data", pack, "--run", folder, *QUICK, "--resume") == 2
+    assert "weights_only" not in capsys.readouterr().err
+
+
+def test_input_that_is_wrong_leaves_no_run_folder(run, pack, tmp_path, capsys):
+    target = tmp_path / "new"
+    words = ["--data", pack, "--run", target, *QUICK, "--streams", "rgb"]
+    assert call("train", *words, "--init-rgb", run / "flow.safetensors") == 2
+    assert "stream is flow, the network to train has rgb" in capsys.readouterr().err
+    assert call("train", *words, "--seed", -1) == 2
+    assert call("train", *words, "--split", "../clips") == 2
+    assert not target.exists()
+
+
+def test_labels_that_cannot_be_shown_are_refused(pack, tmp_path, capsys):
+    source = pack.parent / "videos" / "ring_grows" / "train_000.mp4"
+    for label in (b"caf\xe9", b"two\x00lines"):
+        (tmp_path / "clips.csv").write_bytes(b"path,label\n" + str(source).encode() + b"," + label + b"\n")
+        assert call("prepare", tmp_path, "--out", tmp_path / "pack") == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+        assert not (tmp_path / "pack").exists()
+    (tmp_path / "clips.csv").write_text(f"path,label\n{source},a\n{source},b\n")
+    assert call("prepare", tmp_path, "--out", tmp_path / "pack") == 2
+    assert "listed as 'a' and as 'b'" in capsys.readouterr().err

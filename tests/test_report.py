@@ -13,7 +13,7 @@ from run_folder import class_names, write_run
 
 from fastactrec.config import ReportConfig
 from fastactrec.errors import InputError
-from fastactrec.report import run, run_command
+from fastactrec.report import run_command, write_report
 from fastactrec.reporting.run_files import read_run
 from fastactrec.reporting.run_page import step_axis
 
@@ -50,7 +50,7 @@ class Page(HTMLParser):
 
 
 def page_of(*folders, out=None) -> tuple[str, Page]:
-    path = run(ReportConfig(tuple(folders), out))
+    path = write_report(ReportConfig(tuple(folders), out))
     text = path.read_text(encoding="utf-8")
     return text, Page(text)
 
@@ -58,8 +58,9 @@ def page_of(*folders, out=None) -> tuple[str, Page]:
 @pytest.mark.parametrize("classes", [3, 51])
 def test_page_of_one_run(tmp_path, capsys, classes):
     folder = write_run(tmp_path / "exp", classes=class_names(classes), clips=2 * classes)
-    text, page = page_of(folder)
+    assert run_command("report", [str(folder)]) == 0
     assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    text, page = page_of(folder)
     assert page.open == []  # every element is closed
     summary = json.loads((folder / "summary.json").read_text())
     for row in [*summary["streams"].values(), summary["fused"]]:
@@ -187,7 +188,7 @@ def test_broken_files_are_named_with_a_cure(tmp_path, name, text, message):
     else:
         (folder / name).write_text(text)
     with pytest.raises(InputError, match=message) as caught:
-        run(ReportConfig((folder,)))
+        write_report(ReportConfig((folder,)))
     assert str(folder / name) in str(caught.value)
     assert not (folder / "report.html").exists()
 
@@ -249,7 +250,7 @@ FLAGS = [
 def test_browser_renders_without_complaint_and_without_sideways_scrolling(tmp_path, width):
     folder = write_run(tmp_path / "exp", classes=HOSTILE, seed=2)
     arms = [write_run(tmp_path / f"arm {i} with a long name", classes=class_names(51), seed=i) for i in range(2)]
-    for path in (run(ReportConfig((folder,))), run(ReportConfig(tuple(arms), tmp_path / "c.html"))):
+    for path in (write_report(ReportConfig((folder,))), write_report(ReportConfig(tuple(arms), tmp_path / "c.html"))):
         # a frame, since a headless window can be no narrower than 500 px; the script is the test's
         outer = tmp_path / "outer.html"
         outer.write_text(

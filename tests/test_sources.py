@@ -376,3 +376,8 @@ def test_group_split_of_ten_thousand_groups_is_quick():
     labels = [f"c{k % 101}" for k in range(10_000)]
     parts = group_split(labels, [str(k) for k in range(10_000)], 0.3)
     assert abs(parts.count("test") / 10_000 - 0.3) < 0.02
+
+
+def test_the_frames_of_one_clip_are_not_a_tree(tmp_path, shared_data):
+    with pytest.raises(InputError, match="holds the frames of one clip; give the folder above"):
+        find_source(shared_data / "frames" / "mmaction2-imgs")

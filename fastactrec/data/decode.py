@@ -59,6 +59,8 @@ def read_rgb(jpeg: Jpeg) -> np.ndarray:
 
 
 def _read(jpeg: Jpeg, colour: str, accepted: tuple[str, ...]) -> np.ndarray:
+    if isinstance(jpeg, np.ndarray | memoryview) and not memoryview(jpeg).c_contiguous:
+        jpeg = bytes(memoryview(jpeg).cast("B")) if isinstance(jpeg, memoryview) else jpeg.tobytes()
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(jpeg)
         if space not in accepted:
@@ -97,8 +99,8 @@ def flow_tables(bound_px: float, channels: int, mean=0.0, std=1.0, dtype: torch.
     Raises:
         ValueError: bound_px or a std not above 0, or a sequence that does not divide the channels.
     """
-    if not bound_px > 0:
-        raise ValueError(f"bound_px must be above 0, not {bound_px}")
+    if not 0 < bound_px < float("inf"):
+        raise ValueError(f"bound_px must be a number above 0, not {bound_px}")
     return _tables(np.arange(256) * (2 * bound_px) / 255 - bound_px, channels, mean, std, dtype)
 
 
@@ -118,7 +120,7 @@ def _tables(values: np.ndarray, channels: int, mean, std, dtype: torch.dtype) ->
 
 def _per_channel(name: str, value, channels: int) -> np.ndarray:
     given = np.atleast_1d(np.asarray(value, dtype=np.float64))
-    if given.ndim != 1 or channels % len(given):
+    if given.ndim != 1 or not len(given) or channels % len(given):
         raise ValueError(
             f"{name} has shape {list(given.shape)}: give one number, or as many as divide {channels} channels"
         )

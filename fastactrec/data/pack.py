@@ -120,7 +120,7 @@ class Pack:
     def split(self, name: str = "default") -> dict[str, list[int]]:
         """Clip numbers of train, val and test, each maybe none. Raises PackError for an unknown name."""
         path = self.path / "splits" / f"{name}.csv"
-        if not path.is_file():
+        if name not in self.split_names():
             raise PackError(f"{path}: no such split (there are: {', '.join(self.split_names()) or 'none'})")
         numbers = {clip.id: clip.index for clip in self.clips}
         parts: dict[str, list[int]] = {part: [] for part in PARTS}

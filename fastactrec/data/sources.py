@@ -84,6 +84,7 @@ def find_source(src: Path, layout: str = "auto", lists: Path | None = None, clas
     else:
         source = _tree_source(src, layout)
     source = _keep_classes(source, classes)
+    _require_plain_labels(source.classes)
     usable = [clip for clip in source.clips if not clip.problem]
     if not usable:
         first = f"; the first: {source.clips[0].id}: {source.clips[0].problem}" if source.clips else ""
@@ -158,6 +159,12 @@ def _missing_columns(columns: list[str]) -> list[str]:
     return missing + ([] if "label" in columns else ["label"])
 
 
+def _shown(columns: list[str]) -> str:
+    """The column names for a message; a file that is no CSV may have a few kilobytes of them."""
+    text = ", ".join(columns)
+    return (text if text.isprintable() else "not text")[:80] or "none"
+
+
 def _csv_source(src: Path) -> Source:
     if src.is_dir():
         tables = _clip_tables(src) or sorted(src.glob("*.csv"))
@@ -169,9 +176,7 @@ def _csv_source(src: Path) -> Source:
         src = tables[0]
     columns, rows = read_table(src)
     if missing := _missing_columns(columns):
-        raise InputError(
-            f"{src}: no column {' and no column '.join(missing)} (columns: {', '.join(columns) or 'none'})"
-        )
+        raise InputError(f"{src}: no column {' and no column '.join(missing)} (columns: {_shown(columns)})")
     name_column = "path" if "path" in columns else "video"
     clips, parts = [], {}
     for where, row in rows:
@@ -195,8 +200,8 @@ def _csv_source(src: Path) -> Source:
 
 def _frame_number(where: str, row: dict[str, str], column: str) -> int | None:
     text = row.get(column, "")
-    if text and not text.isdecimal():
-        raise InputError(f"{where}: {column} {text!r} is not a whole number of 0 or more")
+    if text and not (text.isdecimal() and len(text) <= 9):
+        raise InputError(f"{where}: {column} {text[:20]!r} is not a whole number of 0 to 999,999,999")
     return int(text) if text else None
 
 
@@ -205,6 +210,10 @@ def _tree_source(src: Path, layout: str) -> Source:
     paths = scan(src)
     if not paths:
         raise InputError(f"{src}: no videos, no frame folders (img_00001.jpg ...) and no CSV with path and label in it")
+    if src in paths:
+        raise InputError(
+            f"{src}: holds the frames of one clip; give the folder above, as in SRC/CLASS/CLIP/img_00001.jpg"
+        )
     if layout == "auto":
         layout = "frames" if all(path.is_dir() for path in paths) else "classes"
     tops = {path.relative_to(src).parts[0] for path in paths}
@@ -270,7 +279,7 @@ def _kinetics_source(src: Path, lists: Path | None) -> Source:
     for table in tables:
         columns, rows = read_table(table)
         if missing := [name for name in _KINETICS_COLUMNS if name not in columns]:
-            raise InputError(f"{table}: no column {' and no column '.join(missing)} (columns: {', '.join(columns)})")
+            raise InputError(f"{table}: no column {' and no column '.join(missing)} (columns: {_shown(columns)})")
         for where, row in rows:
             try:
                 name = f"{row['youtube_id']}_{float(row['time_start']):06.0f}_{float(row['time_end']):06.0f}"
@@ -302,12 +311,23 @@ def _keep_classes(source: Source, classes: str) -> Source:
 
 
 def _without_repeats(clips: list[ClipSource]) -> list[ClipSource]:
-    seen, result = set(), []
+    labels, result = {}, []
     for clip in clips:
-        repeated = clip.id in seen and not clip.problem
+        repeated = clip.id in labels and not clip.problem
+        if repeated and clip.label != labels[clip.id]:
+            raise InputError(f"{clip.id}: listed as {labels[clip.id]!r} and as {clip.label!r}; keep the right line")
         result.append(replace(clip, problem="listed twice") if repeated else clip)
-        seen.add(clip.id)
+        labels.setdefault(clip.id, clip.label)
     return result
+
+
+def _require_plain_labels(classes: list[str]) -> None:
+    """Labels end up in tables, pages and tensors' metadata: text of one line that UTF-8 can hold."""
+    for name in classes:
+        if not name.isprintable():
+            raise InputError(
+                f"label {name!r}: has characters that cannot be shown; save the list as UTF-8 and correct it"
+            )
 
 
 def _all_have_flow(clips: list[ClipSource], root: Path) -> bool:

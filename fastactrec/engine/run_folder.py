@@ -103,6 +103,8 @@ class RunFolder:
             if changed:
                 what = ", ".join(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in changed)
                 raise InputError(f"{self.path}: cannot resume with other options ({what}); choose another --run")
+            for leftover in (self.path / "checkpoints").glob(".*.partial"):  # of a kill in the midst of writing
+                leftover.unlink()
             return
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"{self.path}: is a file, not a run folder; choose another --run")

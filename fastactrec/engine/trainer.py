@@ -30,7 +30,7 @@ from ..optim.averaging import ParameterAverager
 from ..optim.buckets import FlatBuckets
 from ..phases import COMPUTE, PhaseRecorder
 from ..progress import say, track
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import damaged, load_checkpoint, save_checkpoint
 from .metrics import topk
 from .run_folder import RunFolder
 from .scoring import score_clips
@@ -151,16 +151,19 @@ class StreamTrainer:
                 self.run.forget_after(self.stream, 0)
             return 0
         state = load_checkpoint(path, dataclasses.asdict(self.spec))
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.averager is not None and state["averager"] is not None:
-            self.averager.load_state_dict(state["averager"])
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.averager is not None and state["averager"] is not None:
+                self.averager.load_state_dict(state["averager"])
+            epoch, ranks = int(state["epoch"]), int(state["ranks"])
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise damaged(path) from error
         if self.world.rank == 0:
-            self.run.forget_after(self.stream, state["epoch"])
-        ranks = state["ranks"]
+            self.run.forget_after(self.stream, epoch)
         changed = "" if ranks == self.world.size else f", {ranks} ranks before, {self.world.size} now"
-        say(f"{self.stream}: continuing at epoch {state['epoch'] + 1}{changed}")
-        return state["epoch"]
+        say(f"{self.stream}: continuing at epoch {epoch + 1}{changed}")
+        return epoch
 
     def _state(self, next_epoch: int) -> dict:
         return {

@@ -130,6 +130,14 @@ def load_stream(path: Path) -> StreamNet:
     return model.eval()
 
 
+def require_fit(source: StreamSpec, target: StreamSpec, path: Path) -> None:
+    """Raises InputError unless the weights of ``source``, read from ``path``, can start a network like ``target``."""
+    for field in ("stream", "arch", "base_width", "in_channels"):
+        theirs, ours = getattr(source, field), getattr(target, field)
+        if theirs != ours:
+            raise InputError(f"{path}: {field} is {theirs}, the network to train has {ours}; make them equal")
+
+
 def start_from(model: StreamNet, path: Path) -> list[str]:
     """Initialise a stream from the file of another one; the classifier is kept only for the same classes.
 
@@ -139,10 +147,7 @@ def start_from(model: StreamNet, path: Path) -> list[str]:
         InputError: another stream, architecture, width or stack length.
     """
     spec, tensors = read_stream(path)
-    for field in ("stream", "arch", "base_width", "in_channels"):
-        theirs, ours = getattr(spec, field), getattr(model.spec, field)
-        if theirs != ours:
-            raise InputError(f"{path}: {field} is {theirs}, the network to train has {ours}")
+    require_fit(spec, model.spec, path)
     if spec.classes != model.spec.classes:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("backbone.fc.")}
     try:
