@@ -38,7 +38,8 @@ def load_checkpoint(path: Path, spec: dict) -> dict:
         CheckpointError: damaged, of another format version, or of another network.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch advises to trust the file: never
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's advice is to trust the file: never
             state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         raise damaged(path) from error
