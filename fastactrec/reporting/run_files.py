@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from ..config import load_toml
 from ..errors import InputError
 from .confusion import count_confusion, read_confusion_csv
 
@@ -114,16 +114,9 @@ def _missing(path: Path) -> InputError:
 
 
 def _read_config(path: Path) -> dict:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise _missing(path) from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not valid TOML ({error}); restore it or train again") from error
+    if not path.is_file():
+        raise _missing(path)
+    return load_toml(path)
 
 
 def _read_metrics(path: Path) -> tuple[dict[str, StreamLog], list[str]]:
