@@ -5,7 +5,7 @@
 
 namespace far {
 
-// One Adam step over one flat bucket. Segments are the parameters inside it (host memory, one row each).
+// One Adam step over one flat bucket. Segments are the parameters inside it, one row each.
 struct AdamSegment {
   int64_t begin, end;  // elements of the bucket
   float alpha;         // lr / first-moment mass

@@ -47,9 +47,8 @@ def _config_file(argv: list[str]) -> Path | None:
     return None
 
 
-def _find_recipe(path: Path) -> Path:
-    recipe = Path(__file__).parent / "recipes" / f"{path}.toml"
-    return recipe if not path.exists() and recipe.exists() else path
+def _recipe(name: str) -> Path:
+    return Path(__file__).parent / "recipes" / f"{name}.toml"
 
 
 def parse(command: str, argv: list[str]):
@@ -60,9 +59,10 @@ def parse(command: str, argv: list[str]):
     default = None
     path = _config_file(argv) if cls is TrainConfig else None
     if cls is TrainConfig and path is None and not any(re.match("--data(=|$)", word) for word in argv):
-        path = Path("synthetic")  # the embedded default has settings of its own
+        path = _recipe("synthetic")  # the embedded default has settings of its own
     if path is not None:
-        path = _find_recipe(path)
+        if not path.is_file() and _recipe(str(path)).is_file():
+            path = _recipe(str(path))
         default = from_table(cls, load_toml(path), str(path))
     errors = io.StringIO()
     try:

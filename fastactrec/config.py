@@ -6,6 +6,7 @@ option and the cure, so that a wrong value costs no work.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import sys
@@ -19,12 +20,11 @@ from .errors import InputError
 
 MIB = 1 << 20
 STREAMS = ("rgb", "flow")
-ARCHS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
 Positional = tyro.conf.Positional
 _RUN_ALIAS = tyro.conf.arg(aliases=["--run-folder"])
-RunFolder = Annotated[Path, _RUN_ALIAS]
-NewRunFolder = Annotated[Path | None, _RUN_ALIAS]
+RunPath = Annotated[Path, _RUN_ALIAS]
+NewRunPath = Annotated[Path | None, _RUN_ALIAS]
 """--run; torchrun of Python 3.11 and older takes --run for an abbreviation of its own --run-path, hence the alias."""
 
 
@@ -169,7 +169,7 @@ class TrainConfig:
     """TOML file of these options (see fastactrec/recipes), or the name of a recipe; flags override it."""
     data: Path | None = None
     """Pack to train on (see prepare). Without it, a synthetic set is made and prepared first."""
-    run: NewRunFolder = None
+    run: NewRunPath = None
     """Run folder; ./runs/NAME without it."""
     name: str = ""
     """NAME of the run folder; the pack's name (or synthetic) without it, numbered when taken."""
@@ -244,8 +244,7 @@ class TrainConfig:
     """Where to train; auto takes a GPU per local rank where there are enough."""
 
     def check(self) -> None:
-        parse_streams(self.streams)
-        parse_weights(self.fusion_weights, STREAMS)
+        parse_weights(self.fusion_weights, parse_streams(self.streams))
         parse_scales(self.scales)
         _require(
             self.data is None or self.data.exists(),
@@ -287,7 +286,7 @@ def parse_scales(text: str) -> tuple[float, ...]:
 class EvaluateConfig:
     """Test a run on a pack: per-stream and fused top-1, top-5, mean class accuracy, confusion, per-clip scores."""
 
-    run: RunFolder
+    run: RunPath
     """Run folder of train."""
     data: Path | None = None
     """Pack to test on; the one the run was trained on without it."""
@@ -329,7 +328,7 @@ class EvaluateConfig:
 class PredictConfig:
     """Label videos with a trained run."""
 
-    run: RunFolder
+    run: RunPath
     """Run folder of train."""
     clips: Positional[tuple[Path, ...]]
     """Video files."""
@@ -376,7 +375,7 @@ class DoctorConfig:
     """Say what this machine has, which kernels were built, and what is wrong with a pack or data folder."""
 
     data: Path | None = None
-    """Pack to check: manifest, shards, every JPEG header, counts, labels, splits."""
+    """Pack to check (manifest, checksums, every JPEG's ends, counts, splits), or a source for prepare."""
 
     def check(self) -> None:
         _require(self.data is None or self.data.exists(), f"--data {self.data}: no such file or folder")
@@ -420,12 +419,13 @@ def from_table(cls, table: dict, where: str):
 def _convert(value, annotation: str, what: str):
     kinds = {"bool": bool, "int": int, "float": (int, float), "str": str}
     base = annotation.removesuffix(" | None")
-    if base in ("Path", "NewRunFolder"):
+    if base in ("Path", "NewRunPath"):
         _require(isinstance(value, str), f"{what} must be a path in quotes, not {value!r}")
         return Path(value)
     if base.startswith("Literal["):
-        choices = [part.strip().strip("\"'") for part in base[len("Literal[") : -1].split(",")]
-        _require(str(value) in choices, f"{what} = {value!r} is not one of {', '.join(choices)}")
+        choices = ast.literal_eval(base.removeprefix("Literal"))
+        right = any(value == choice and type(value) is type(choice) for choice in choices)
+        _require(right, f"{what} = {value!r} is not one of {', '.join(map(str, choices))}")
         return value
     _require(base in kinds, f"{what} cannot be set in a file")
     right = isinstance(value, kinds[base]) and (base == "bool" or not isinstance(value, bool))

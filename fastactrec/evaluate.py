@@ -17,8 +17,11 @@ def run(config: EvaluateConfig) -> None:
     folder = open_run(config.run)
     trained = folder.config
     _ = folder.classes  # raises when no stream has been trained to its end
-    if config.out is not None and config.out.exists() and not config.out.is_dir():
-        raise InputError(f"--out {config.out}: is a file; give a folder")
+    out = config.out or folder.path
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out}: cannot be made ({error.strerror}); give a folder") from error
     data = config.data or trained.data
     if data is None:
         data = folder.path / "synthetic" / "pack"
@@ -34,10 +37,8 @@ def run(config: EvaluateConfig) -> None:
     models = {stream: folder.model(stream) for stream in folder.streams}
     with open_world(config.device) as world:
         clips, labels, scores = evaluate(models, pack, protocol, workers=config.workers, world=world)
-        out = config.out or folder.path
 
         def write() -> None:
-            out.mkdir(parents=True, exist_ok=True)
             print(describe(write_results(out, folder, pack, protocol, clips, labels, scores, world)))
             print(f"written to {out}")
 

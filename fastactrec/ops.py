@@ -72,7 +72,8 @@ def adam_step(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, 
 
     Args:
         param, grad, exp_avg, exp_avg_sq: float32 [N], contiguous, one device.
-        segments: ADAM_SEGMENT [S], sorted, disjoint; elements of no segment are left alone.
+        segments: ADAM_SEGMENT [S], sorted, disjoint; elements of no segment are left alone. On a GPU arrays and
+            segments must begin at multiples of 16 bytes, as those of FlatBuckets do.
     Raises:
         RuntimeError: sizes, devices or the table do not fit. TypeError: dtype or layout.
     """

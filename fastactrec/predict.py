@@ -87,7 +87,7 @@ def _overlay_paths(config: PredictConfig) -> dict[Path, Path]:
 def _write_overlay(target: Path, clip: Path, spec: StreamSpec, ranked) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_video(target, _overlay_frames(clip, spec, ranked), fps=video_fps(clip) / spec.frame_step)
+        write_video(target, _overlay_frames(clip, spec, ranked), fps=(video_fps(clip) or 25.0) / spec.frame_step)
     except OSError as error:
         raise InputError(f"--overlay {target}: cannot be written: {error.strerror}") from error
     say(f"written {target}")

@@ -229,7 +229,7 @@ def test_a_world_that_does_not_fit(pack, tmp_path, launch):
     words = ["-m", "fastactrec.train", "--data", pack, "--run-folder", folder, *QUICK, "--sync", "none"]
     done = launch(*words, ranks=2)
     assert done.returncode != 0
-    assert "--sync none trains on one process; use --sync kavg or ddp, but WORLD_SIZE is 2" in done.stderr
+    assert "WORLD_SIZE is 2, but --sync none trains on one process; use --sync kavg or ddp" in done.stderr
     assert not folder.exists()
 
 

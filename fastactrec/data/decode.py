@@ -1,10 +1,9 @@
 """From JPEG bytes to normalised tensors: crop, flip, dequantise, normalise and stack in one pass.
 
-libjpeg-turbo (through simplejpeg, strict: its warnings are errors) turns a file into bytes; the finish is one
-gather per plane through a table of the 256 values a byte can take. The table holds the exact value rounded
-once to the output's
-dtype, so every dtype takes the same path, and a flip is exact: mirrored columns, and for x flow the table
-    read backwards.
+libjpeg-turbo (through simplejpeg, strict: its warnings are errors) turns a file into bytes; the finish is one gather
+per plane through a table of the 256 values a byte can take. The table holds the exact value rounded once to the
+output's dtype, so every dtype takes the same path, and a flip is exact: mirrored columns, and for x flow the table read
+backwards.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def read_rgb(jpeg: Jpeg) -> np.ndarray:
 
 def _read(jpeg: Jpeg, colour: str, accepted: tuple[str, ...]) -> np.ndarray:
     if isinstance(jpeg, np.ndarray | memoryview) and not memoryview(jpeg).c_contiguous:
-        jpeg = bytes(memoryview(jpeg).cast("B")) if isinstance(jpeg, memoryview) else jpeg.tobytes()
+        jpeg = jpeg.tobytes()  # simplejpeg would read past the strides
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(jpeg)
         if space not in accepted:

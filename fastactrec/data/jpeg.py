@@ -1,4 +1,4 @@
-"""JPEG encoding of frames and flow codes, by libjpeg-turbo; decode.py reads them."""
+"""JPEG files of frames and flow codes, by libjpeg-turbo."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ def encode_rgb(image: np.ndarray, quality: int) -> bytes:
 
 
 def read_jpeg(path, *, gray: bool = False) -> tuple[bytes, np.ndarray]:
-    """A JPEG file's bytes and its picture, uint8 [H, W, 3] RGB or [H, W].
+    """A JPEG file's bytes and its picture, uint8 [H, W, 3] RGB or [H, W], by the rules of ``decode.py``.
 
     Raises:
-        DecodeError: the file is missing, or does not decode to its end.
+        DecodeError: the file is missing, or training could not read it.
     """
+    from .decode import read_gray, read_rgb  # needs torch, which the front door can do without
+
     try:
         with open(path, "rb") as file:
             data = file.read()
-        image = simplejpeg.decode_jpeg(data, colorspace="GRAY" if gray else "RGB", strict=True)
+        return data, (read_gray if gray else read_rgb)(data)
     except OSError as error:
         raise DecodeError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except DecodeError as error:
         raise DecodeError(f"{path}: {error}") from error
-    return data, image[:, :, 0] if gray else image

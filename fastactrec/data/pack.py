@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import simplejpeg
 
 from ..errors import PackError
 from .splits import PARTS
@@ -103,6 +104,10 @@ class Pack:
         count = self.clips[clip].frames
         rows = [_within(frame, count, "frame", self.clips[clip]) for frame in frames]
         return self._read(self._starts[clip] + np.array(rows, dtype=np.int64))
+
+    def rgb_frames(self, clip: int, frames: Iterable[int]) -> np.ndarray:
+        """Decoded frames, uint8 [T, H, W, 3], to look at; training reads JPEGs."""
+        return np.stack([simplejpeg.decode_jpeg(data) for data in self.rgb_jpegs(clip, frames)])
 
     def flow_jpegs(self, clip: int, start: int, length: int) -> list[memoryview]:
         """Flow JPEGs x, y, x, y ... (2 * ``length``) from flow ``start`` of a clip on. Raises IndexError."""

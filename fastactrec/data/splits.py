@@ -78,8 +78,8 @@ def read_ucf101(folder: Path) -> OfficialLists:
                 label = name.rpartition("/")[0]
                 if label not in classes:
                     raise InputError(f"{where}: the class of {name!r} is not in classInd.txt")
-                if index.strip() and numbers.get(int(index)) != label:
-                    raise InputError(f"{where}: {name} has number {index}, in classInd.txt {numbers.get(int(index))}")
+                if index.strip() and not (index.strip().isdecimal() and numbers.get(int(index)) == label):
+                    raise InputError(f"{where}: {name} has number {index}, which is not its class's in classInd.txt")
                 if parts.setdefault(name, part) != part:
                     raise InputError(f"{where}: {name} is in the train list too")
                 labels[name] = label

@@ -15,12 +15,14 @@ Shapes and motions name the pair to either stream. So one stream alone can reach
 from __future__ import annotations
 
 import csv
+import io
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from ..files import write_atomically
 from .video import write_video
 
 
@@ -89,8 +91,9 @@ def make_synthetic(
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(write, rows))
     table = folder / "clips.csv"
-    with table.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([("path", "label", "group", "split"), *rows])
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([("path", "label", "group", "split"), *rows])
+    write_atomically(table, text.getvalue())  # last: the table says that the set is complete
     return table
 
 

@@ -148,6 +148,8 @@ def _open(path) -> Iterator[tuple]:
             if stream is None or stream.disposition & av.stream.Disposition.attached_pic:
                 kinds = ", ".join(sorted({s.type for s in container.streams})) or "nothing"
                 raise DecodeError(f"{path}: no video in it ({kinds} only)")
+            if stream.codec_context is None:
+                raise DecodeError(f"{path}: no decoder for its video in this build of FFmpeg")
             stream.codec_context.thread_count = 1
             yield container, stream
     except av.error.FFmpegError as error:  # before OSError: some are both

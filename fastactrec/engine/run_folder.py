@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ from ..errors import CheckpointError, InputError
 from ..files import write_atomically
 from ..models.streams import StreamNet, load_stream, read_stream
 
-# Options that may differ between the parts of a resumed run: they do not change what is computed.
+# Options that may differ between the parts of a resumed run: none of them changes the experiment.
 FREE_OPTIONS = {"run", "name", "resume", "workers", "log_every", "device"}
 
 
@@ -71,6 +72,19 @@ class RunFolder:
         if not path.is_file():
             raise InputError(f"{path}: no such file; run evaluate first")
         return json.loads(path.read_text())
+
+    @property
+    def scores(self) -> dict[str, dict[str, dict[str, float]]]:
+        """The last evaluation (scores.csv): stream (and "fused") -> clip id -> class -> score."""
+        path = self.path / "scores.csv"
+        if not path.is_file():
+            raise InputError(f"{path}: no such file; run evaluate first")
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+            for row in csv.DictReader(file):
+                values = {name[2:]: float(value) for name, value in row.items() if name.startswith("s:")}
+                found.setdefault(row["stream"], {})[row["clip"]] = values
+        return found
 
     def model(self, stream: str) -> StreamNet:
         """The trained network of a stream, in evaluation mode, on the CPU."""

@@ -242,9 +242,10 @@ class StreamTrainer:
             loss = nn.functional.cross_entropy(scores, labels, label_smoothing=config.label_smoothing)
         with recorder.phase("backward"):
             loss.backward()
-        exposed_s = 0.0
+            value = loss.item()  # here, so that on a GPU the time it takes is computation's
+        in_backward_s = 0.0
         if self.network is not self.model:
-            exposed_s = recorder.intervals("backward")[-1, 1] - self.last_bucket_ready_s
+            in_backward_s = recorder.intervals("backward")[-1, 1] - self.last_bucket_ready_s
         with recorder.phase("optimizer"):
             if config.clip_norm:
                 self.buckets.clip_grad_norm(config.clip_norm)
@@ -253,15 +254,12 @@ class StreamTrainer:
         if self.averager is not None:
             with recorder.phase("averaging"):
                 self.averager.step(samples=len(labels))
-        value = loss.item()
         if not math.isfinite(value):
             raise FastactrecError(
                 f"{self.stream}: the loss became {value} in epoch {epoch + 1}, step {step + 1}; lower --lr "
                 f"(the last checkpoint in {self.run.path} is intact)"
             )
         seconds = recorder.totals()
-        exposed_s += seconds.get("averaging", 0.0)
-        in_backward = exposed_s - seconds.get("averaging", 0.0)
         return {
             "kind": "step",
             "stream": self.stream,
@@ -272,8 +270,8 @@ class StreamTrainer:
             "lr": lr,
             "samples": len(labels),
             "data_s": seconds["data"] + seconds["h2d"],
-            "compute_s": sum(seconds[name] for name in COMPUTE) - in_backward,
-            "comm_s": exposed_s,
+            "compute_s": sum(seconds[name] for name in COMPUTE) - in_backward_s,
+            "comm_s": in_backward_s + seconds.get("averaging", 0.0),
             "time": time.time(),
         }
 
@@ -289,5 +287,5 @@ class StreamTrainer:
         elif self.world.distributed:  # DDP keeps parameters equal, but each rank has its own batch statistics
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, src=0)
-        self.world.require_equal(self.model)
         seconds["comm"] += time.perf_counter() - start
+        self.world.require_equal(self.model)

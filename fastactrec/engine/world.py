@@ -54,7 +54,7 @@ class World:
             except OSError as caught:
                 error = FastactrecError(f"rank 0: {caught}")
         if self.distributed:
-            message = [None if error is None else (type(error) is not FastactrecError, str(error))]
+            message = [None if error is None else (isinstance(error, InputError), str(error))]
             dist.broadcast_object_list(message, src=0)
             if message[0] is not None and error is None:
                 raise (InputError if message[0][0] else FastactrecError)(message[0][1])
@@ -92,7 +92,7 @@ def open_world(device: str, one_rank_only: str = "") -> Iterator[World]:
 
     Args:
         device: auto, cpu or cuda.
-        one_rank_only: a reason why more than one rank cannot be had, or empty.
+        one_rank_only: what to say where there is more than one rank, or empty when that is allowed.
     Raises:
         InputError: the device is not there, or the world size does not fit.
     """
@@ -102,7 +102,7 @@ def open_world(device: str, one_rank_only: str = "") -> Iterator[World]:
         int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
     if size > 1 and one_rank_only:
-        raise InputError(f"{one_rank_only}, but WORLD_SIZE is {size}")
+        raise InputError(f"WORLD_SIZE is {size}, but {one_rank_only}")
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and gpus < local_size:
         raise InputError(f"--device cuda: {local_size} local ranks, but torch sees {gpus} GPUs; use --device cpu")
@@ -113,7 +113,8 @@ def open_world(device: str, one_rank_only: str = "") -> Iterator[World]:
     if size == 1:
         yield World(0, 1, where)
         return
-    dist.init_process_group("nccl" if use_cuda else "gloo", **({"device_id": where} if use_cuda else {}))
+    # gloo beside NCCL: averaging exchanges its few host numbers without waiting for the GPU
+    dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", device_id=where if use_cuda else None)
     try:
         yield World(rank, size, where)
     finally:

@@ -14,7 +14,7 @@ from .buckets import Bucket, FlatBuckets
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASSES = ("exp_avg_mass", "exp_avg_sq_mass")  # their keys in a state dict, with "mass_step", see _mass
-# torch.optim.Adam's group keys that FusedAdam knows but does not offer: it refuses other values.
+# torch.optim.Adam's group keys that FusedAdam does not offer; what would change the result is refused.
 FIXED = {
     "amsgrad": False,
     "maximize": False,

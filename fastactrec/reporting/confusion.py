@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
-import os
+import io
 import warnings
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import InputError
+from ..files import atomic_path, write_atomically
 
 CORNER = "true\\predicted"
 
@@ -39,14 +40,12 @@ def most_confused(matrix: np.ndarray, limit: int) -> list[tuple[int, int, int]]:
 def write_confusion_csv(path: Path, matrix: np.ndarray, classes: list[str]) -> None:
     """First row and first column hold class names, the rest whole numbers; replaced in one step."""
     _check(matrix, classes)
-    path = Path(path)
-    draft = path.with_name(path.name + ".tmp")
-    with open(draft, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([CORNER, *classes])
-        for name, row in zip(classes, matrix, strict=True):
-            writer.writerow([name, *(int(value) for value in row)])
-    os.replace(draft, path)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([CORNER, *classes])
+    for name, row in zip(classes, matrix, strict=True):
+        writer.writerow([name, *(int(value) for value in row)])
+    write_atomically(Path(path), text.getvalue())
 
 
 def read_confusion_csv(path: Path) -> tuple[list[str], np.ndarray]:
@@ -72,7 +71,6 @@ def write_confusion_png(path: Path, matrix: np.ndarray, classes: list[str]) -> N
     from matplotlib.figure import Figure  # no pyplot: no global state, no window system
 
     _check(matrix, classes)
-    path = Path(path)
     n = len(classes)
     short = [_shorten(name) for name in classes]
     cell_in = min(0.5 if n <= 12 else 0.32 if n <= 30 else 0.2, 40 / n)
@@ -96,12 +94,10 @@ def write_confusion_png(path: Path, matrix: np.ndarray, classes: list[str]) -> N
             text = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if dark else "black"}
             axes.text(predicted, true, f"{matrix[true, predicted]}", **text)
     figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02)
-    draft = path.with_name(path.name + ".tmp")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), atomic_path(Path(path)) as draft:
         # a script the font lacks is drawn as boxes; the CSV has the names
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(draft, format="png", dpi=120)
-    os.replace(draft, path)
 
 
 def _check(matrix: np.ndarray, classes: list[str]) -> None:

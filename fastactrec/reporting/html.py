@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from .. import __version__
+from ..files import write_atomically
 from .markup import Markup, el, join
 
 STYLE = Path(__file__).with_name("style.css")
@@ -39,9 +39,7 @@ def page(title: str, head: list, sections: list) -> str:
 
 def write_page(path: Path, text: str) -> None:
     """Replace the file in one step, so that a reader never sees half of it."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text, encoding="utf-8", errors="replace")  # file names need not be UTF-8
-    os.replace(draft, path)
+    write_atomically(path, text.encode("utf-8", "replace"))  # file names need not be UTF-8
 
 
 def section(title: str, *children) -> Markup:
