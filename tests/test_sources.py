@@ -219,7 +219,7 @@ def test_contradicting_or_missing_lists(shared_data, tmp_path):
     with pytest.raises(InputError, match=r"no trainlist01.txt"):
         find_source(tmp_path / "videos", lists=lists)
     table(lists / "trainlist01.txt", "A/v_A_g01_c01.avi 2")
-    with pytest.raises(InputError, match=r"trainlist01.txt:1: .* has number 2, in classInd.txt B"):
+    with pytest.raises(InputError, match=r"trainlist01.txt:1: .* has number 2, which is not its class"):
         find_source(tmp_path / "videos", lists=lists)
     table(lists / "trainlist01.txt", "A/v_A_g01_c01.avi 1")
     with pytest.raises(InputError, match=r"testlist01.txt: this list is missing"):

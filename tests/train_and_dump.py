@@ -1,6 +1,10 @@
-"""Run by torchrun in test_pipeline.py: ``train`` with the arguments behind the first, then each rank's own replica."""
+"""Run by torchrun in test_pipeline.py: ``train`` with the arguments behind the first, then each rank's own replica.
+
+Fails when a network outlives the process group: DDP's threads would then abort the interpreter at its end, sometimes.
+"""
 
 import sys
+import weakref
 from pathlib import Path
 
 import torch
@@ -9,13 +13,17 @@ from fastactrec import cli
 from fastactrec.engine.trainer import StreamTrainer
 
 fit = StreamTrainer.fit
+networks = []
 
 
 def fit_and_dump(self, events):
     fit(self, events)
     torch.save(self.model.state_dict(), Path(sys.argv[1]) / f"{self.stream}-{self.world.rank}.pt")
+    networks.append(weakref.ref(self.network))
 
 
 if __name__ == "__main__":
     StreamTrainer.fit = fit_and_dump
-    sys.exit(cli.run("train", sys.argv[2:]))
+    code = cli.run("train", sys.argv[2:])
+    assert not any(network() for network in networks), "a network is still alive"
+    sys.exit(code)

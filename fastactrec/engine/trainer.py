@@ -61,6 +61,20 @@ def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float
     return config.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total - warmup, 1)))
 
 
+class BucketClock:
+    """When DDP's last gradient bucket was ready: what follows in backward is exposed communication."""
+
+    last_ready_s = 0.0
+
+
+def average_gradients(clock, bucket):  # no annotations: DDP checks them, and refuses postponed ones
+    """DDP's own averaging, noting the time. Not a method of the trainer: DDP would then keep itself alive through it,
+    and with it gloo's threads beyond the end of the interpreter, which aborts the process."""
+    clock.last_ready_s = time.perf_counter()
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+
+
 class StreamTrainer:
     """Trains one stream of a run and leaves its weights in the run folder."""
 
@@ -108,16 +122,10 @@ class StreamTrainer:
         )
         self.recorder = PhaseRecorder()
         self.network: nn.Module = self.model
-        self.last_bucket_ready_s = 0.0
+        self.bucket_clock = BucketClock()
         if sync == "ddp" and world.distributed:
             self.network = DistributedDataParallel(self.model)
-            self.network.register_comm_hook(None, self._all_reduce_gradients)
-
-    def _all_reduce_gradients(self, _state, bucket):  # DDP checks annotations, and refuses postponed ones
-        """DDP's own averaging, noting when the last bucket was ready: what follows in backward is exposed."""
-        self.last_bucket_ready_s = time.perf_counter()
-        buffer = bucket.buffer().div_(self.world.size)
-        return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+            self.network.register_comm_hook(self.bucket_clock, average_gradients)
 
     def fit(self, events) -> None:
         """Train from the last checkpoint (or the start) to the last epoch and write the weights.
@@ -245,7 +253,7 @@ class StreamTrainer:
             value = loss.item()  # here, so that on a GPU the time it takes is computation's
         in_backward_s = 0.0
         if self.network is not self.model:
-            in_backward_s = recorder.intervals("backward")[-1, 1] - self.last_bucket_ready_s
+            in_backward_s = recorder.intervals("backward")[-1, 1] - self.bucket_clock.last_ready_s
         with recorder.phase("optimizer"):
             if config.clip_norm:
                 self.buckets.clip_grad_norm(config.clip_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -118,4 +119,5 @@ def open_world(device: str, one_rank_only: str = "") -> Iterator[World]:
     try:
         yield World(rank, size, where)
     finally:
+        gc.collect()  # whatever still holds the group, such as DDP's cycles: its threads must end before Python does
         dist.destroy_process_group()
