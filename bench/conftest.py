@@ -9,21 +9,14 @@ import pytest
 import torch
 
 from fastactrec import ops
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
-    except OSError:
-        return platform.processor()
+from fastactrec.machine import cpu_model
 
 
 @pytest.fixture(autouse=True)
 def machine(request):
     if "benchmark" in request.fixturenames:
         request.getfixturevalue("benchmark").extra_info.update(
-            cpu=cpu_name(),
+            cpu=cpu_model(),
             cores=os.cpu_count(),
             threads=torch.get_num_threads(),
             load=os.getloadavg()[0],

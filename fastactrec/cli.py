@@ -22,9 +22,8 @@ from .config import (
     PrepareConfig,
     ReportConfig,
     TrainConfig,
-    from_table,
-    load_toml,
 )
+from .config_file import from_table, load_toml
 from .errors import FastactrecError, InputError
 
 COMMANDS = {

@@ -1,15 +1,12 @@
 """Every option of every command, its default and its checks: the only home of defaults.
 
-A config is a frozen dataclass; ``cli.py`` turns it into flags and TOML. ``check()`` raises ``InputError`` naming the
-option and the cure, so that a wrong value costs no work.
+A config is a frozen dataclass; ``cli.py`` turns it into flags, ``config_file.py`` into TOML. ``check()`` raises
+``InputError`` naming the option and the cure, so that a wrong value costs no work.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -28,7 +25,8 @@ NewRunPath = Annotated[Path | None, _RUN_ALIAS]
 """--run; torchrun of Python 3.11 and older takes --run for an abbreviation of its own --run-path, hence the alias."""
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raises InputError with the message unless the condition holds."""
     if not condition:
         raise InputError(message)
 
@@ -37,8 +35,8 @@ def parse_streams(text: str) -> tuple[str, ...]:
     """``"rgb,flow"`` -> ``("rgb", "flow")``; unknown, empty or repeated names are refused."""
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
-        _require(name in STREAMS, f"--streams {text}: {name!r} is not one of {', '.join(STREAMS)}")
-    _require(len(set(names)) == len(names), f"--streams {text}: a stream is named twice")
+        require(name in STREAMS, f"--streams {text}: {name!r} is not one of {', '.join(STREAMS)}")
+    require(len(set(names)) == len(names), f"--streams {text}: a stream is named twice")
     return names
 
 
@@ -50,7 +48,7 @@ def parse_size(text: str) -> tuple[int, int | None]:
         size = (int(found[1]), int(found[2]))
     else:
         raise InputError(f"--size {text}: give short:N (short side, pixels) or WIDTHxHEIGHT, such as 340x256")
-    _require(
+    require(
         all(16 <= side <= 8192 for side in size if side is not None),
         f"--size {text}: sides are 16 to 8192 pixels",
     )
@@ -66,13 +64,13 @@ def parse_weights(text: str, streams: tuple[str, ...]) -> dict[str, float]:
             number = float(value)
         except ValueError:
             number = -1.0
-        _require(
+        require(
             name in STREAMS and 0 <= number < float("inf"),
             f"--fusion-weights {text}: write STREAM=NUMBER, such as rgb=1,flow=1.5",
         )
         if name in weights:
             weights[name] = number
-    _require(sum(weights.values()) > 0, f"--fusion-weights {text}: all weights are zero")
+    require(sum(weights.values()) > 0, f"--fusion-weights {text}: all weights are zero")
     return weights
 
 
@@ -100,12 +98,12 @@ class FlowConfig:
     def check(self) -> None:
         for name in ("tau", "lam", "theta"):
             value = getattr(self, name)
-            _require(0 < value < float("inf"), f"tvl1: {name}={value} is not a positive number")
+            require(0 < value < float("inf"), f"tvl1: {name}={value} is not a positive number")
         for name in ("scales", "warps", "iterations"):
             value = getattr(self, name)
-            _require(1 <= value <= 10000, f"tvl1: {name}={value} is not between 1 and 10000")
-        _require(0 < self.scale_step < 1, f"tvl1: scale_step={self.scale_step} is not between 0 and 1")
-        _require(self.median in (0, 3, 5), f"tvl1: median={self.median} is not 0, 3 or 5")
+            require(1 <= value <= 10000, f"tvl1: {name}={value} is not between 1 and 10000")
+        require(0 < self.scale_step < 1, f"tvl1: scale_step={self.scale_step} is not between 0 and 1")
+        require(self.median in (0, 3, 5), f"tvl1: median={self.median} is not 0, 3 or 5")
 
 
 @dataclass(frozen=True)
@@ -144,21 +142,21 @@ class PrepareConfig:
 
     def check(self) -> None:
         parse_size(self.size)
-        _require(self.src.exists(), f"{self.src}: no such file or folder")
-        _require(self.frame_step >= 1, f"--frame-step {self.frame_step}: must be at least 1")
-        _require(self.max_frames == 0 or self.max_frames >= 2, f"--max-frames {self.max_frames}: 0, or at least 2")
-        _require(0 < self.bound_px < 1000, f"--bound-px {self.bound_px}: must be above 0 (20 is usual)")
-        _require(1 <= self.quality <= 100, f"--quality {self.quality}: must be 1 to 100")
-        _require(self.workers >= 0, f"--workers {self.workers}: must be 0 (all cores) or more")
-        _require(self.seed >= 0, f"--seed {self.seed}: must be 0 or more")
+        require(self.src.exists(), f"{self.src}: no such file or folder")
+        require(self.frame_step >= 1, f"--frame-step {self.frame_step}: must be at least 1")
+        require(self.max_frames == 0 or self.max_frames >= 2, f"--max-frames {self.max_frames}: 0, or at least 2")
+        require(0 < self.bound_px < 1000, f"--bound-px {self.bound_px}: must be above 0 (20 is usual)")
+        require(1 <= self.quality <= 100, f"--quality {self.quality}: must be 1 to 100")
+        require(self.workers >= 0, f"--workers {self.workers}: must be 0 (all cores) or more")
+        require(self.seed >= 0, f"--seed {self.seed}: must be 0 or more")
         for name in ("test_fraction", "val_fraction"):
             value = getattr(self, name)
-            _require(0 <= value < 1, f"--{name.replace('_', '-')} {value}: must be in [0, 1)")
-        _require(
+            require(0 <= value < 1, f"--{name.replace('_', '-')} {value}: must be in [0, 1)")
+        require(
             self.test_fraction + self.val_fraction < 1,
             "--test-fraction and --val-fraction leave nothing to train on",
         )
-        _require(self.lists is None or self.lists.exists(), f"--lists {self.lists}: no such file or folder")
+        require(self.lists is None or self.lists.exists(), f"--lists {self.lists}: no such file or folder")
 
 
 @dataclass(frozen=True)
@@ -246,27 +244,27 @@ class TrainConfig:
     def check(self) -> None:
         parse_weights(self.fusion_weights, parse_streams(self.streams))
         parse_scales(self.scales)
-        _require(
+        require(
             self.data is None or self.data.exists(),
             f"--data {self.data}: no such pack; make one with 'prepare'",
         )
         for name in ("init_rgb", "init_flow"):
             path = getattr(self, name)
-            _require(path is None or path.exists(), f"--{name.replace('_', '-')} {path}: no such file")
+            require(path is None or path.exists(), f"--{name.replace('_', '-')} {path}: no such file")
         for name, least in {
             "base_width": 8, "flow_length": 1, "segments": 1, "crop": 40, "epochs": 1, "batch": 1, "period": 1,
             "bucket_mib": 1, "test_segments": 1, "workers": 1, "log_every": 1,
         }.items():  # fmt: skip
             value = getattr(self, name)
-            _require(value >= least, f"--{name.replace('_', '-')} {value}: must be at least {least}")
-        _require(0 < self.lr < 10, f"--lr {self.lr}: must be above 0 and below 10")
-        _require(self.seed >= 0, f"--seed {self.seed}: must be 0 or more")
-        _require(self.weight_decay >= 0, f"--weight-decay {self.weight_decay}: must be 0 or more")
-        _require(0 <= self.dropout < 1, f"--dropout {self.dropout}: must be in [0, 1)")
-        _require(0 <= self.label_smoothing < 1, f"--label-smoothing {self.label_smoothing}: must be in [0, 1)")
-        _require(self.warmup_epochs >= 0, f"--warmup-epochs {self.warmup_epochs}: must be 0 or more")
-        _require(self.clip_norm >= 0, f"--clip-norm {self.clip_norm}: must be 0 (off) or more")
-        _require("/" not in self.name and self.name not in (".", ".."), f"--name {self.name}: a plain folder name")
+            require(value >= least, f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        require(0 < self.lr < 10, f"--lr {self.lr}: must be above 0 and below 10")
+        require(self.seed >= 0, f"--seed {self.seed}: must be 0 or more")
+        require(self.weight_decay >= 0, f"--weight-decay {self.weight_decay}: must be 0 or more")
+        require(0 <= self.dropout < 1, f"--dropout {self.dropout}: must be in [0, 1)")
+        require(0 <= self.label_smoothing < 1, f"--label-smoothing {self.label_smoothing}: must be in [0, 1)")
+        require(self.warmup_epochs >= 0, f"--warmup-epochs {self.warmup_epochs}: must be 0 or more")
+        require(self.clip_norm >= 0, f"--clip-norm {self.clip_norm}: must be 0 (off) or more")
+        require("/" not in self.name and self.name not in (".", ".."), f"--name {self.name}: a plain folder name")
 
 
 def parse_scales(text: str) -> tuple[float, ...]:
@@ -275,7 +273,7 @@ def parse_scales(text: str) -> tuple[float, ...]:
         scales = tuple(float(part) for part in text.split(","))
     except ValueError:
         scales = ()
-    _require(
+    require(
         bool(scales) and all(0 < s <= 1 for s in scales),
         f"--scales {text}: numbers in (0, 1], comma-separated",
     )
@@ -310,16 +308,16 @@ class EvaluateConfig:
     """Where to compute."""
 
     def check(self) -> None:
-        _require(self.run.is_dir(), f"--run {self.run}: no such run folder")
-        _require(
+        require(self.run.is_dir(), f"--run {self.run}: no such run folder")
+        require(
             self.data is None or self.data.exists(),
             f"--data {self.data}: no such pack; make one with 'prepare'",
         )
-        _require(
+        require(
             self.test_segments >= 0,
             f"--test-segments {self.test_segments}: must be 0 (the run's own) or more",
         )
-        _require(self.workers >= 1, f"--workers {self.workers}: must be at least 1")
+        require(self.workers >= 1, f"--workers {self.workers}: must be at least 1")
         if self.fusion_weights:
             parse_weights(self.fusion_weights, STREAMS)
 
@@ -346,10 +344,10 @@ class PredictConfig:
     """Where to compute."""
 
     def check(self) -> None:
-        _require(self.run.is_dir(), f"--run {self.run}: no such run folder")
-        _require(bool(self.clips), "name at least one video file")
-        _require(self.top >= 1, f"--top {self.top}: must be at least 1")
-        _require(
+        require(self.run.is_dir(), f"--run {self.run}: no such run folder")
+        require(bool(self.clips), "name at least one video file")
+        require(self.top >= 1, f"--top {self.top}: must be at least 1")
+        require(
             self.test_segments >= 0,
             f"--test-segments {self.test_segments}: must be 0 (the run's own) or more",
         )
@@ -365,9 +363,9 @@ class ReportConfig:
     """HTML file; report.html in the run folder (or ./comparison.html for several) without it."""
 
     def check(self) -> None:
-        _require(bool(self.runs), "name at least one run folder")
+        require(bool(self.runs), "name at least one run folder")
         for run in self.runs:
-            _require(run.is_dir(), f"{run}: no such run folder")
+            require(run.is_dir(), f"{run}: no such run folder")
 
 
 @dataclass(frozen=True)
@@ -378,59 +376,7 @@ class DoctorConfig:
     """Pack to check (manifest, checksums, every JPEG's ends, counts, splits), or a source for prepare."""
 
     def check(self) -> None:
-        _require(self.data is None or self.data.exists(), f"--data {self.data}: no such file or folder")
-
-
-def load_toml(path: Path) -> dict:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not valid TOML: {error}") from error
-
-
-def to_table(config) -> dict:
-    """A flat TOML-ready table: paths as text, None left out."""
-    table = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value is not None and field.name != "config":
-            table[field.name] = str(value) if isinstance(value, Path) else value
-    return table
-
-
-def from_table(cls, table: dict, where: str):
-    """The config a TOML table describes, over ``cls``'s defaults; unknown keys and wrong types are refused."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    values = {}
-    for key, value in table.items():
-        name = key.replace("-", "_")
-        _require(name in fields, f"{where}: unknown option {key!r}")
-        values[name] = _convert(value, str(fields[name].type), f"{where}: {key}")
-    return cls(**values)
-
-
-def _convert(value, annotation: str, what: str):
-    kinds = {"bool": bool, "int": int, "float": (int, float), "str": str}
-    base = annotation.removesuffix(" | None")
-    if base in ("Path", "NewRunPath"):
-        _require(isinstance(value, str), f"{what} must be a path in quotes, not {value!r}")
-        return Path(value)
-    if base.startswith("Literal["):
-        choices = ast.literal_eval(base.removeprefix("Literal"))
-        right = any(value == choice and type(value) is type(choice) for choice in choices)
-        _require(right, f"{what} = {value!r} is not one of {', '.join(map(str, choices))}")
-        return value
-    _require(base in kinds, f"{what} cannot be set in a file")
-    right = isinstance(value, kinds[base]) and (base == "bool" or not isinstance(value, bool))
-    _require(right, f"{what} must be {base}, not {value!r}")
-    return float(value) if base == "float" else value
+        require(self.data is None or self.data.exists(), f"--data {self.data}: no such file or folder")
 
 
 RGB_MEAN, RGB_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

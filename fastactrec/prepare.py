@@ -34,7 +34,7 @@ from .data.sources import Source, find_source
 from .data.splits import PARTS, group_split
 from .data.video import RESIZE_NAME
 from .errors import FastactrecError, InputError
-from .files import atomic_file
+from .files import write_atomically
 
 
 def run(config: PrepareConfig) -> None:
@@ -154,8 +154,7 @@ def _work_folder(out: Path, job: dict) -> Iterator[Path]:
                 raise InputError(f"{out}: holds unfinished work made differently: {found}; delete it or change --out")
             progress.say(f"{out}: continuing")
         else:
-            with atomic_file(note) as file:
-                file.write(json.dumps(job | {"versions": versions}).encode())
+            write_atomically(note, json.dumps(job | {"versions": versions}))
         try:
             yield work
         except InputError:

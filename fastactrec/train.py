@@ -109,7 +109,7 @@ def _train_stream(config: TrainConfig, stream: str, pack: Pack, world: World, fo
         if world.rank == 0:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and of no use to other ranks
 
-            events = stack.enter_context(SummaryWriter(str(folder.path / "events"), purge_step=None))
+            events = stack.enter_context(SummaryWriter(str(folder.path / "events")))
         trainer.fit(events)
     world.on_rank_zero(lambda: None)  # the weights are on disk before any rank reads them
 

@@ -9,7 +9,8 @@ import pytest
 
 from fastactrec import cli
 from fastactrec.cli import COMMANDS
-from fastactrec.config import TrainConfig, from_table, load_toml, parse_size, parse_weights, to_table
+from fastactrec.config import TrainConfig, parse_size, parse_weights
+from fastactrec.config_file import from_table, load_toml, to_table
 from fastactrec.errors import InputError
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
 import json
 import mmap
 import threading
@@ -154,11 +155,15 @@ class Pack:
             listed = [number for part in PARTS for number in parts[part]]
             if len(set(listed)) != len(listed):
                 problems.append(f"{self.path}: split {name} lists a clip twice")
-            groups = {part: {self.clips[number].group for number in parts[part]} for part in PARTS}
-            for part in ("val", "test"):
-                if shared := groups["train"] & groups[part]:
-                    problems.append(f"{self.path}: split {name}: {len(shared)} groups are in train and in {part}")
+            for first, second, shared in self.shared_groups(parts):
+                problems.append(f"{self.path}: split {name}: {len(shared)} groups are in {first} and in {second}")
         return problems
+
+    def shared_groups(self, parts: dict[str, list[int]]) -> list[tuple[str, str, set[str]]]:
+        """(part, part, groups in both) for the pairs of a split's parts that share any, which they should not."""
+        groups = {part: {self.clips[number].group for number in parts[part]} for part in PARTS}
+        pairs = itertools.combinations(PARTS, 2)
+        return [(first, second, both) for first, second in pairs if (both := groups[first] & groups[second])]
 
     def _read(self, rows: np.ndarray) -> list[memoryview]:
         entries = self._index[rows]

@@ -19,6 +19,7 @@ from ..data.loader import TestLoader
 from ..data.pack import Pack
 from ..errors import InputError
 from ..files import write_atomically
+from ..machine import cpu_model
 from ..models.fusion import fuse
 from ..models.streams import StreamNet
 from ..ops import build_info
@@ -92,7 +93,7 @@ def environment(world: World) -> dict:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
@@ -100,15 +101,6 @@ def environment(world: World) -> dict:
         "isa": build["isa"],
         "cuda_kernels": build["cuda"],
     }
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def phase_seconds(records: list[dict]) -> dict[str, float]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import tomli_w
 
-from ..config import TrainConfig, from_table, load_toml, parse_streams, to_table
+from ..config import TrainConfig, parse_streams
+from ..config_file import from_table, load_toml, to_table
 from ..errors import CheckpointError, InputError
 from ..files import write_atomically
 from ..models.streams import StreamNet, load_stream, read_stream

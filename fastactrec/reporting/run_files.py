@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..config import load_toml
+from ..config_file import load_toml
 from ..errors import InputError
 from .confusion import count_confusion, read_confusion_csv
 
