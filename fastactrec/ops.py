@@ -38,24 +38,27 @@ def _refuse_stale_extension() -> None:
 
 _refuse_stale_extension()
 
+ADAM_CHUNK: int = _ext.ADAM_CHUNK  # elements that one CUDA block updates
+
+# csrc/launch.h describes the fields.
+ADAM_GROUP = np.dtype(
+    [(name, "<f8") for name in ("lr", "beta1", "beta2", "eps", "weight_decay")]
+    + [("decoupled", "<i8"), ("maximize", "<i8")]
+)
 ADAM_SEGMENT = np.dtype(
     [
         ("begin", "<i8"),
         ("end", "<i8"),
-        ("alpha", "<f4"),
-        ("inv_sqrt_mass", "<f4"),
-        ("beta1", "<f4"),
-        ("beta2", "<f4"),
-        ("one_minus_beta1", "<f4"),
-        ("one_minus_beta2", "<f4"),
-        ("eps", "<f4"),
-        ("l2", "<f4"),
-        ("decay", "<f4"),
-    ],
-    align=True,
+        ("masses", "<f8", 2),
+        ("step", "<f4"),
+        ("group", "<i4"),
+        ("live", "<i4"),
+        ("key", "<u4"),
+        ("now", "V48"),
+    ]
 )
-if ADAM_SEGMENT.itemsize != _ext.ADAM_SEGMENT_BYTES:
-    raise ImportError("fastactrec.ops and the extension disagree about AdamSegment: run 'pip install .' again")
+if (ADAM_SEGMENT.itemsize, ADAM_GROUP.itemsize) != (_ext.ADAM_SEGMENT_BYTES, _ext.ADAM_GROUP_BYTES):
+    raise ImportError("fastactrec.ops and the extension disagree about Adam's tables: run 'pip install .' again")
 
 
 def _stream_handle(tensor: Tensor) -> int:
@@ -67,28 +70,80 @@ def _require_device(tensor: Tensor, op: str) -> None:
         raise FastactrecError(f"{op}: this build has no CUDA kernels; put nvcc on PATH and run 'pip install .' again")
 
 
-def adam_step(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, segments: np.ndarray) -> None:
-    """One Adam step in place over a flat bucket.
+def _array(tensor: Tensor | None):
+    """What the extension takes: NumPy's buffers cost it 13 us per call, torch's DLPack capsules 30."""
+    if tensor is None:
+        return None
+    plain = tensor.detach()
+    return plain if plain.is_cuda or plain.dtype == torch.bfloat16 else plain.numpy()
+
+
+class AdamPlan:
+    """The buckets of one device and their tables, checked once; then each step costs the host little.
 
     Args:
-        param, grad, exp_avg, exp_avg_sq: float32 [N], contiguous, one device.
-        segments: ADAM_SEGMENT [S], sorted, disjoint; elements of no segment are left alone. On a GPU arrays and
-            segments must begin at multiples of 16 bytes, as those of FlatBuckets do.
+        segments: uint8 [S, 96], rows of ADAM_SEGMENT, sorted by bucket and begin, which are multiples of 4;
+            elements of no segment are left alone.
+        groups: uint8 [G, 56], rows of ADAM_GROUP; both on the device of the buckets.
+        host_segments: ADAM_SEGMENT [S], the same on the host.
     Raises:
-        RuntimeError: sizes, devices or the table do not fit. TypeError: dtype or layout.
+        RuntimeError: sizes, devices or the table do not fit. TypeError: type or layout.
     """
-    _require_device(param, "adam_step")
-    table = torch.from_numpy(np.ascontiguousarray(segments).view(np.uint8))
-    if param.is_cuda:
-        table = table.pin_memory().to(param.device, non_blocking=True)
-    arrays = [tensor.detach() for tensor in (param, grad, exp_avg, exp_avg_sq)] + [table]
-    if not param.is_cuda:  # numpy's buffers cost 13 us per call, torch's DLPack capsules 30
-        arrays = [array.numpy() for array in arrays]
-    _ext.adam_step(
-        *arrays,
-        threads=torch.get_num_threads(),
-        cuda_stream=_stream_handle(param),
-    )
+
+    def __init__(self, segments: Tensor, groups: Tensor, host_segments: np.ndarray):
+        _require_device(segments, "adam")
+        self._device = segments
+        self._plan = _ext.AdamPlan(_array(segments), _array(groups), host_segments.view(np.uint8).reshape(-1, 96))
+
+    def add_bucket(self, weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, param, first, row, rows) -> None:
+        """Adds a bucket of N elements whose segments are rows [row, row + rows) of the table.
+
+        Args:
+            weight: float32 [N]; a master copy where the parameter is smaller.
+            grad: float32, bfloat16 or float16 [N].
+            exp_avg, exp_avg_sq: float32 or bfloat16 [N], the latter rounded stochastically.
+            max_exp_avg_sq: float32 [N] for amsgrad, or None.
+            param: [N] of grad's type where that is not float32, else None; gets the rounded weight.
+            first: on a GPU int32 [ceil(N / ADAM_CHUNK)], for each chunk the first segment that ends behind its
+                begin; else None.
+        """
+        arrays = (weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, param, first)
+        self._plan.add_bucket(*map(_array, arrays), row, rows)
+
+    def advance(self, grad_scale=None, found_inf=None, squares=None, max_norm: float = 0.0) -> None:
+        """Masses, steps and coefficients of one step for every live segment.
+
+        Args:
+            grad_scale: float32 [1], what the gradients are multiplied with by now; or None.
+            found_inf: float32 [1], not zero: no parameter takes this step; or None.
+            squares: float64 [1], sum of squares of all gradients, to clip their norm to max_norm; or None.
+        """
+        scalars = map(_array, (grad_scale, found_inf, squares))
+        self._plan.advance(*scalars, max_norm, _stream_handle(self._device))
+
+    def update(self, begin: int, end: int, outs: list[Tensor] | None = None) -> None:
+        """Elements of buckets [begin, end), in place. outs: for every bucket a flat array of any type above that
+        gets a copy of the weights."""
+        threads = torch.get_num_threads()
+        self._plan.update(begin, end, [_array(out) for out in outs or []], threads, _stream_handle(self._device))
+
+
+def sum_squares(arrays: list[Tensor]) -> Tensor:
+    """Sum of the squares of all elements, in double and in a fixed order, whatever the number of threads.
+
+    Args:
+        arrays: float32, bfloat16 or float16, [N] each, contiguous; on any devices.
+    Returns:
+        float64 [], on the first array's device (on the CPU if there is none).
+    """
+    totals = []
+    for values in arrays:
+        _require_device(values, "sum_squares")
+        chunks = -(-values.numel() // _ext.SQUARES_CHUNK)
+        partials = torch.empty(chunks, dtype=torch.float64, device=values.device)
+        _ext.sum_squares(_array(values), _array(partials), torch.get_num_threads(), _stream_handle(values))
+        totals.append(partials.sum().to(arrays[0].device))
+    return torch.stack(totals).sum() if totals else torch.zeros((), dtype=torch.float64)
 
 
 def tvl1(

@@ -45,8 +45,8 @@ def snapshot(model, opt=None) -> dict:
     if isinstance(opt, far.FusedAdam):
         for i, p in enumerate(opt.buckets.params):
             result.update({f"{name} {i}": opt.state[p][name].clone() for name in ("exp_avg", "exp_avg_sq")})
-        result["masses"] = torch.from_numpy(opt.masses.copy())
-        result["steps"] = opt.steps.clone()
+        rows = torch.from_numpy(opt.read_rows())
+        result["masses"], result["steps"] = rows[:, :2].T, rows[:, 2]
     return result
 
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fastactrec as far
-from fastactrec.optim.layout import ALIGN, ALIGN_BYTES, plan_buckets
+from fastactrec.optim.layout import ALIGN_BYTES, align_of, plan_buckets
+
+ALIGN = align_of(torch.float32)
 
 SIZES = [0, 1, 31, 32, 33, 255, 257, 5000]
 
@@ -27,7 +29,7 @@ def backward(model, seed=1) -> None:
 
 @given(st.lists(st.integers(0, 300), max_size=40), st.integers(ALIGN, 400))
 def test_plan_places_every_element_once(sizes, capacity):
-    plan = plan_buckets(sizes, capacity)
+    plan = plan_buckets(sizes, capacity, ALIGN)
     assert [index for bucket in plan for index, _ in bucket] == list(range(len(sizes)))
     for bucket in plan:
         used = 0

@@ -3,32 +3,103 @@
 #include <algorithm>
 
 #include "common/parallel.h"
+#include "cpu/convert.h"
 
 namespace far {
 namespace FAR_ISA {
 
 namespace {
 
-void update_range(const AdamArgs& a, const AdamSegment& segment, int64_t begin, int64_t end) {
-  const AdamSegment s = segment;
-  float* __restrict__ param = a.param;
-  const float* __restrict__ grad = a.grad;
-  float* __restrict__ exp_avg = a.exp_avg;
-  float* __restrict__ exp_avg_sq = a.exp_avg_sq;
-  for (int64_t i = begin; i < end; ++i) adam_update(param[i], grad[i], exp_avg[i], exp_avg_sq[i], s);
+constexpr int64_t block = 1024;       // elements converted at a time: a few arrays of them fit the first-level cache
+constexpr int64_t chunk = 1 << 16;    // elements of a task; a bucket of 25 MB gives 100
+
+// Moments as bfloat16: rounded at random, or tiny changes of a large average would all be lost.
+void store_moments(const float* exp_avg, const float* exp_avg_sq, const AdamBucket& b, const AdamCoefficients& c,
+                   int64_t at, int64_t within, int64_t n) {
+  uint16_t* __restrict__ m = static_cast<uint16_t*>(b.exp_avg) + at;
+  uint16_t* __restrict__ v = static_cast<uint16_t*>(b.exp_avg_sq) + at;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t noise = adam_noise(c, within + i);
+    m[i] = float_to_bf16_stochastic(exp_avg[i], noise & 0xffffu);
+    v[i] = float_to_bf16_stochastic(exp_avg_sq[i], noise >> 16);
+  }
+}
+
+void update_floats(float* __restrict__ weight, const float* __restrict__ grad, float* __restrict__ exp_avg,
+                   float* __restrict__ exp_avg_sq, float* __restrict__ max_exp_avg_sq, const AdamCoefficients& now,
+                   int64_t n) {
+  const AdamCoefficients c = now;
+  if (max_exp_avg_sq)
+    for (int64_t i = 0; i < n; ++i)
+      adam_update(weight[i], grad[i], exp_avg[i], exp_avg_sq[i], max_exp_avg_sq + i, c);
+  else
+    for (int64_t i = 0; i < n; ++i) adam_update(weight[i], grad[i], exp_avg[i], exp_avg_sq[i], nullptr, c);
+}
+
+void update_range(const AdamBucket& b, const AdamSegment& s, int64_t begin, int64_t end) {
+  const bool floats = b.grad_type == Dtype::f32 && b.moment_type == Dtype::f32;
+  if (floats && !b.out) {
+    update_floats(b.weight + begin, static_cast<const float*>(b.grad) + begin, static_cast<float*>(b.exp_avg) + begin,
+                  static_cast<float*>(b.exp_avg_sq) + begin, b.max_exp_avg_sq ? b.max_exp_avg_sq + begin : nullptr,
+                  s.now, end - begin);
+    return;
+  }
+  float grad[block], exp_avg[block], exp_avg_sq[block];
+  for (int64_t at = begin; at < end; at += block) {
+    const int64_t n = std::min(block, end - at);
+    const float* g = load_floats(b.grad, b.grad_type, at, n, grad);
+    float* m = load_floats(b.exp_avg, b.moment_type, at, n, exp_avg);
+    float* v = load_floats(b.exp_avg_sq, b.moment_type, at, n, exp_avg_sq);
+    update_floats(b.weight + at, g, m, v, b.max_exp_avg_sq ? b.max_exp_avg_sq + at : nullptr, s.now, n);
+    if (b.moment_type != Dtype::f32) store_moments(m, v, b, s.now, at, at - s.begin, n);
+    if (b.param) store_floats(b.weight + at, b.param, b.grad_type, at, n);
+    if (b.out) store_floats(b.weight + at, b.out, b.out_type, at, n);
+  }
+}
+
+void update_chunk(const AdamBucket& b, int64_t begin, int64_t end) {
+  const AdamSegment* last = b.segments + b.count;
+  const AdamSegment* s =
+      std::partition_point(b.segments, last, [&](const AdamSegment& segment) { return segment.end <= begin; });
+  for (; s != last && s->begin < end; ++s) {
+    const int64_t from = std::max(begin, s->begin), to = std::min(end, s->end);
+    if (s->now.active) update_range(b, *s, from, to);
+    else if (b.out) store_floats(b.weight + from, b.out, b.out_type, from, to - from);
+  }
 }
 
 }  // namespace
 
-void adam_step(const AdamArgs& a, const AdamSegment* segments, int64_t count, int threads) {
-  constexpr int64_t chunk = 1 << 16;  // elements; a bucket of 25 MB gives 100 tasks
-  const int64_t tasks = (a.numel + chunk - 1) / chunk;
+void adam_update(const AdamBucket* buckets, int64_t count, int threads) {
+  int64_t tasks = 0;
+  for (int64_t b = 0; b < count; ++b) tasks += (buckets[b].numel + chunk - 1) / chunk;
   parallel_for(tasks, threads, [&](int64_t task) {
-    const int64_t begin = task * chunk, end = std::min(begin + chunk, a.numel);
-    const AdamSegment* s = std::partition_point(
-        segments, segments + count, [&](const AdamSegment& segment) { return segment.end <= begin; });
-    for (; s != segments + count && s->begin < end; ++s)
-      update_range(a, *s, std::max(begin, s->begin), std::min(end, s->end));
+    const AdamBucket* b = buckets;
+    for (int64_t chunks; task >= (chunks = (b->numel + chunk - 1) / chunk); ++b) task -= chunks;
+    update_chunk(*b, task * chunk, std::min((task + 1) * chunk, b->numel));
+  });
+}
+
+void sum_squares(const void* values, Dtype type, int64_t numel, double* partials, int threads) {
+  constexpr int lanes = 16;  // fixed, so that every instruction set adds in the same order
+  constexpr int64_t group = 4;
+  const int64_t chunks = (numel + squares_chunk - 1) / squares_chunk;
+  parallel_for((chunks + group - 1) / group, threads, [&](int64_t task) {
+    float buffer[block];
+    for (int64_t c = task * group; c < std::min((task + 1) * group, chunks); ++c) {
+      double sums[lanes] = {};
+      const int64_t end = std::min((c + 1) * squares_chunk, numel);
+      for (int64_t at = c * squares_chunk; at < end; at += block) {
+        const int64_t n = std::min(block, end - at), whole = n / lanes * lanes;
+        const float* x = load_floats(values, type, at, n, buffer);
+        for (int64_t i = 0; i < whole; i += lanes)
+          for (int k = 0; k < lanes; ++k) sums[k] += double(x[i + k]) * double(x[i + k]);
+        for (int64_t i = whole; i < n; ++i) sums[i - whole] += double(x[i]) * double(x[i]);
+      }
+      for (int width = lanes / 2; width; width /= 2)
+        for (int k = 0; k < width; ++k) sums[k] += sums[k + width];
+      partials[c] = sums[0];
+    }
   });
 }
 

@@ -3,9 +3,12 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "kernels/adam.h"
+
 namespace far {
 
-FAR_DECLARE_PER_ISA(adam_step, (const AdamArgs&, const AdamSegment*, int64_t, int))
+FAR_DECLARE_PER_ISA(adam_update, (const AdamBucket*, int64_t, int))
+FAR_DECLARE_PER_ISA(sum_squares, (const void*, Dtype, int64_t, double*, int))
 FAR_DECLARE_PER_ISA(tvl1, (const Tvl1Args&, int))
 
 namespace cpu {
@@ -36,8 +39,16 @@ const char* isa_name() {
   return isa() == Isa::avx512 ? "avx512" : isa() == Isa::avx2 ? "avx2" : "base";
 }
 
-void adam_step(const AdamArgs& args, const AdamSegment* segments, int64_t count, int threads) {
-  FAR_CALL_PER_ISA(adam_step, args, segments, count, threads);
+void adam_advance(AdamSegment* segments, int64_t count, const AdamGroup* groups, const AdamScale& scale) {
+  for (int64_t i = 0; i < count; ++i) far::adam_advance(segments[i], groups[segments[i].group], scale);
+}
+
+void adam_update(const AdamBucket* buckets, int64_t count, int threads) {
+  FAR_CALL_PER_ISA(adam_update, buckets, count, threads);
+}
+
+void sum_squares(const void* values, Dtype type, int64_t numel, double* partials, int threads) {
+  FAR_CALL_PER_ISA(sum_squares, values, type, numel, partials, threads);
 }
 
 void tvl1(const Tvl1Args& args, int threads) { FAR_CALL_PER_ISA(tvl1, args, threads); }

@@ -1,23 +1,63 @@
-// One element of Adam / AdamW (Kingma & Ba 2015, Algorithm 1; Loshchilov & Hutter 2019), with bias correction by
-// carried masses: alpha = lr / a and inv_sqrt_mass = 1 / sqrt(b) are computed in double on the host. AdamW's decay is
-// subtracted together with the update, so that the parameter is rounded once (scaling it first rounds it twice).
+// One element, and the per-parameter coefficients, of Adam / AdamW (Kingma & Ba 2015, Algorithm 1; Loshchilov & Hutter
+// 2019; amsgrad: Reddi et al. 2018), with bias correction by carried masses: alpha = lr / a, inv_sqrt_mass = 1 / sqrt(b).
+// AdamW's decay is subtracted together with the update, so that the parameter is rounded once.
 #pragma once
 
 #include <cmath>
 
 #include "common/host_device.h"
+#include "kernels/number.h"
 #include "launch.h"
 
 namespace far {
 
-FAR_HD void adam_update(float& param, float grad, float& exp_avg, float& exp_avg_sq, const AdamSegment& s) {
-  const float p = param;
-  const float g = grad + s.l2 * p;
-  const float m = s.beta1 * exp_avg + s.one_minus_beta1 * g;
-  const float v = s.beta2 * exp_avg_sq + s.one_minus_beta2 * (g * g);
+// One step of one parameter's masses, in double, and what its elements need to know of it. A parameter without a
+// gradient, or any parameter when a loss scaler found an overflow, keeps its state and becomes inactive.
+FAR_HD void adam_advance(AdamSegment& s, const AdamGroup& group, const AdamScale& scale) {
+  AdamCoefficients& c = s.now;
+  c.active = s.live != 0 && !(scale.found_inf && *scale.found_inf != 0);
+  if (!c.active) return;
+  s.mass = group.beta1 * s.mass + (1 - group.beta1);
+  s.mass_sq = group.beta2 * s.mass_sq + (1 - group.beta2);
+  s.step += 1;
+  double factor = scale.grad_scale ? 1 / double(*scale.grad_scale) : 1.0;
+  if (scale.squares) {  // as torch.nn.utils.clip_grad_norm_; a NaN norm gives NaN gradients
+    const double clip = scale.max_norm / (sqrt(*scale.squares) * factor + 1e-6);
+    factor *= clip > 1 ? 1.0 : clip;
+  }
+  c.alpha = float(group.lr / s.mass);
+  c.inv_sqrt_mass = float(1 / sqrt(s.mass_sq));
+  c.beta1 = float(group.beta1);
+  c.beta2 = float(group.beta2);
+  c.one_minus_beta1 = float(1 - group.beta1);
+  c.one_minus_beta2 = float(1 - group.beta2);
+  c.eps = float(group.eps);
+  c.l2 = group.decoupled ? 0.f : float(group.weight_decay);
+  c.decay = group.decoupled ? float(group.lr * group.weight_decay) : 0.f;
+  c.grad_factor = float(group.maximize ? -factor : factor);
+  c.seed = mix_bits(s.key * 0x9e3779b9u + uint32_t(s.step));
+}
+
+// `max_exp_avg_sq` is null without amsgrad.
+FAR_HD void adam_update(float& weight, float grad, float& exp_avg, float& exp_avg_sq, float* max_exp_avg_sq,
+                        const AdamCoefficients& c) {
+  const float w = weight;
+  const float g = grad * c.grad_factor + c.l2 * w;
+  const float m = c.beta1 * exp_avg + c.one_minus_beta1 * g;
+  const float v = c.beta2 * exp_avg_sq + c.one_minus_beta2 * (g * g);
   exp_avg = m;
   exp_avg_sq = v;
-  param = p - (s.alpha * m / (sqrtf(v) * s.inv_sqrt_mass + s.eps) + s.decay * p);
+  float largest = v;
+  if (max_exp_avg_sq) {  // NaN on either side wins, as in torch
+    const float before = *max_exp_avg_sq;
+    largest = v < before || before != before ? before : v;
+    *max_exp_avg_sq = largest;
+  }
+  weight = w - (c.alpha * m / (sqrtf(largest) * c.inv_sqrt_mass + c.eps) + c.decay * w);
 }
+
+// Random bits for the two moments of element `i` of a parameter, from the parameter, the step and i alone: the same on
+// every machine, in every bucket, and after a resume.
+FAR_HD uint32_t adam_noise(const AdamCoefficients& c, int64_t i) { return mix_bits(uint32_t(i) ^ c.seed); }
 
 }  // namespace far

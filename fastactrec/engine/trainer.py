@@ -115,7 +115,9 @@ class StreamTrainer:
             bucket_bytes=config.bucket_mib * MIB,
             groups=parameter_groups(self.model, config.weight_decay),
         )
-        self.optimizer = FusedAdam(self.buckets, lr=config.lr, decoupled=config.decoupled)
+        self.optimizer = FusedAdam(
+            self.buckets, lr=config.lr, decoupled=config.decoupled, max_norm=config.clip_norm or None
+        )
         sync = ("kavg" if world.distributed else "none") if config.sync == "auto" else config.sync
         self.averager = (
             ParameterAverager(self.optimizer, period=config.period, moments=config.moments) if sync == "kavg" else None
@@ -255,8 +257,6 @@ class StreamTrainer:
         if self.network is not self.model:
             in_backward_s = recorder.intervals("backward")[-1, 1] - self.bucket_clock.last_ready_s
         with recorder.phase("optimizer"):
-            if config.clip_norm:
-                self.buckets.clip_grad_norm(config.clip_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
         if self.averager is not None:

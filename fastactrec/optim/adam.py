@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .. import ops
 from ..errors import InputError
+from .adam_plan import DevicePlan
 from .buckets import Bucket, FlatBuckets
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASSES = ("exp_avg_mass", "exp_avg_sq_mass")  # their keys in a state dict, with "mass_step", see _mass
-# torch.optim.Adam's group keys that FusedAdam does not offer; what would change the result is refused.
-FIXED = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-}
+STATE = (*MOMENTS, "max_exp_avg_sq", "master")  # flat buffers, the last two where they apply
+# torch.optim.Adam's group keys that say how it computes; FusedAdam has one way.
+FIXED = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+
+
+def _is_small(bucket: Bucket) -> bool:
+    return bucket.dtype != torch.float32
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -34,33 +34,57 @@ class FusedAdam(torch.optim.Optimizer):
     right after moments of workers with unequal step counts were averaged. A parameter that got no gradient is
     left alone with its moments.
 
-    The state dict is torch.optim.Adam's, with the masses under extra keys; it loads into torch.optim.Adam and
-    AdamW and theirs load here. ``state_dict()`` copies.
+    bfloat16 and float16 parameters have float32 masters, which are what is optimised; writing to such a parameter
+    (``model.load_state_dict``) moves its master along at the next step.
+
+    ``torch.amp.GradScaler`` is understood: gradients are unscaled inside the step, and after an overflow nothing
+    changes, not even step counts. Nothing waits for the device. ``p.grad`` itself stays scaled and unclipped.
+    A captured CUDA graph can replay ``step()``; give ``lr`` as a tensor on the device if it is to change.
+
+    The state dict is torch.optim.Adam's, with the masses (and masters) under extra keys; it loads into
+    torch.optim.Adam and AdamW and theirs load here. ``state_dict()`` copies.
 
     Args:
         params: a FlatBuckets, or parameters, (name, parameter) pairs or groups as torch.optim.Adam takes.
-        lr, betas, eps, weight_decay: as torch.optim.Adam; a group may have its own.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.Adam; a group may have its own. lr may be a
+            tensor of one element.
         decoupled: weight decay of AdamW instead of L2 (``decoupled_weight_decay`` in a group).
+        max_norm: clip the norm of all gradients together, as torch.nn.utils.clip_grad_norm_; None: do not.
+        moments_dtype: torch.float32, or torch.bfloat16, rounded stochastically by a counter, so that a resumed
+            run rounds alike.
     Raises:
-        InputError: a value out of range, a parameter that is not float32; in step(): a replaced view.
+        InputError: a value out of range, a parameter that FlatBuckets does not take; in step(): a replaced view.
     """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf and calls step()
 
     def __init__(
         self,
         params: FlatBuckets | Iterable,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         decoupled: bool = False,
+        *,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        max_norm: float | None = None,
+        moments_dtype: torch.dtype = torch.float32,
     ):
+        if moments_dtype not in (torch.float32, torch.bfloat16):
+            raise InputError(f"moments_dtype={moments_dtype}: give torch.float32 or torch.bfloat16")
+        if max_norm is not None and not max_norm > 0:
+            raise InputError(f"max_norm={max_norm}: give a number > 0, or None not to clip")
         if isinstance(params, FlatBuckets):
             self.buckets = params
         else:
             self.buckets = FlatBuckets(params)
             self.buckets.adopt_grads = True
+        self.max_norm = max_norm
+        self.grad_norm: Tensor | None = None  # float64 [], of the last step, unscaled, before clipping
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **FIXED}
-        defaults["decoupled_weight_decay"] = decoupled
+        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "decoupled_weight_decay": decoupled}
         groups = [dict(group) for group in self.buckets.groups]
         for group in groups:
             if "decoupled" in group:
@@ -69,13 +93,15 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._complete = True
         count = len(self.buckets.params)
-        self.masses = np.zeros((2, count))  # of exp_avg and exp_avg_sq, per parameter of buckets.params
-        self.steps = torch.zeros(count)  # float32 as torch's; state[p]["step"] are views
+        self._parked = np.zeros((count, 3))  # masses and step of parameters that are frozen
         self._seen = np.zeros(count, bool)  # parameters that have state
+        self._versions = np.full(count, -1)  # of small parameters whose masters are right
         for name in MOMENTS:
-            self.buckets.add_state(name)
+            self.buckets.add_state(name, moments_dtype)
+        self._plans: list[DevicePlan] = []
         self.buckets.listeners.add(self)
         self._check_groups()
+        self.rebind()
 
     def add_param_group(self, param_group: dict) -> None:
         """Only during construction: buckets are laid out once, by group."""
@@ -86,13 +112,15 @@ class FusedAdam(torch.optim.Optimizer):
     def _check_groups(self) -> None:
         for group in self.param_groups:
             for name in ("lr", "eps", "weight_decay"):
-                if not float(group[name]) >= 0:
-                    raise InputError(f"{name}={group[name]}: give a number >= 0")
+                value = group[name]
+                if isinstance(value, Tensor) and value.numel() != 1:
+                    raise InputError(f"{name} is a tensor of {value.numel()} elements: give one")
+                if not float(value) >= 0:
+                    raise InputError(f"{name}={value}: give a number >= 0")
             if len(group["betas"]) != 2 or not all(0 <= float(beta) < 1 for beta in group["betas"]):
                 raise InputError(f"betas={group['betas']}: give two numbers in [0, 1)")
-            for name in ("amsgrad", "maximize", "differentiable"):
-                if group[name]:
-                    raise InputError(f"{name}={group[name]} is not supported by FusedAdam: use torch.optim.Adam")
+            if group["differentiable"]:
+                raise InputError("differentiable=True is not supported by FusedAdam: use torch.optim.Adam")
 
     def __getstate__(self) -> dict:
         raise InputError("FusedAdam cannot be copied or pickled, its state lies in buckets: use state_dict()")
@@ -102,42 +130,65 @@ class FusedAdam(torch.optim.Optimizer):
         self.buckets.zero_grad(set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None):
-        """One step of every parameter that has a gradient; returns the closure's loss."""
+    def step(self, closure: Callable[[], float] | None = None, *, out: str | None = None):
+        """One step of every parameter that has a gradient; returns the closure's loss.
+
+        Args:
+            out: name of a state added to the buckets (``buckets.add_state("snapshot")``, of any type) that gets a
+                copy of all new weights, written by the same kernel.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.buckets.settle()
-        for bucket in self.buckets:
-            self._update(bucket)
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        squares = None
+        if self.max_norm is not None:
+            squares = self.buckets.grad_squares()
+            self.grad_norm = squares.sqrt() if grad_scale is None else squares.sqrt() / grad_scale.to(squares.device)
+        if self._amsgrad_groups() != self._amsgrad:
+            self.rebind()
+        self._follow_small()
+        groups, rates = self._group_table()
+        touched = self.buckets.touched
+        for plan in self._plans:
+            if plan.set_live(touched) or out:
+                plan.set_groups(groups, rates)
+                plan.advance(grad_scale, found_inf, squares, self.max_norm or 0.0)
+                plan.update(out)
+        self._after_step(np.flatnonzero(touched))
         return loss
 
-    def _update(self, bucket: Bucket) -> None:
-        live = self.buckets.touched[bucket.index]
-        if not live.any():
-            return
-        index = bucket.index[live]
-        group = self.param_groups[bucket.group]
-        lr, eps, decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
-        betas = [float(beta) for beta in group["betas"]]
-        for mass, beta in zip(self.masses, betas, strict=True):
-            mass[index] = beta * mass[index] + (1 - beta)
-        self.steps.numpy()[index] += 1
-        table = np.zeros(len(index), ops.ADAM_SEGMENT)
-        table["begin"], table["end"] = bucket.begin[live], bucket.end[live]
-        table["alpha"] = lr / self.masses[0, index]
-        table["inv_sqrt_mass"] = 1 / np.sqrt(self.masses[1, index])
-        table["beta1"], table["beta2"] = betas
-        table["one_minus_beta1"], table["one_minus_beta2"] = 1 - betas[0], 1 - betas[1]
-        table["eps"] = eps
-        decoupled = group["decoupled_weight_decay"]
-        table["l2"] = 0.0 if decoupled else decay
-        table["decay"] = lr * decay if decoupled else 0.0
-        flat = bucket.flat
-        ops.adam_step(flat["param"], flat["grad"], flat["exp_avg"], flat["exp_avg_sq"], table)
+    def _group_table(self) -> tuple[np.ndarray, list[Tensor | None]]:
+        """(ADAM_GROUP rows, learning rates that are tensors on a device: reading them would wait for it)."""
+        rows = np.zeros(len(self.param_groups), ops.ADAM_GROUP)
+        rates: list[Tensor | None] = []
+        for g, group in enumerate(self.param_groups):
+            lr = group["lr"]
+            rates.append(lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None)
+            betas = (float(beta) for beta in group["betas"])
+            numbers = 0.0 if rates[-1] is not None else float(lr), *betas, float(group["eps"])
+            switches = bool(group["decoupled_weight_decay"]), bool(group["maximize"])
+            rows[g] = (*numbers, float(group["weight_decay"]), *switches)
+        return rows, rates
+
+    def _follow_small(self) -> None:
+        """Where somebody wrote to a bfloat16 or float16 parameter, its master takes the new values, and keeps its
+        own where they round to them."""
+        for i in self._small:
+            p = self.buckets.params[i]
+            if p._version != self._versions[i]:
+                master = self.buckets.view("master", i)
+                master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
+                self._versions[i] = p._version
+
+    def _after_step(self, index: np.ndarray) -> None:
+        params = self.buckets.params
         # The kernel writes behind autograd's back: a graph that saved these weights must notice.
-        torch.autograd.graph.increment_version([self.buckets.params[i] for i in index])
+        torch.autograd.graph.increment_version([params[i] for i in index])
+        for i in self._small:
+            self._versions[i] = params[i]._version
         if not self._seen[index].all():
             self.publish(index)
 
@@ -148,50 +199,109 @@ class FusedAdam(torch.optim.Optimizer):
         copies."""
         for i in index:
             self._seen[i] = True
-            entry = {name: self.buckets.view(name, i) for name in MOMENTS}
-            self.state[self.buckets.params[i]] = {"step": self.steps[i], **entry}
+            plan, row = self._row.get(i, (None, 0))
+            step = torch.tensor(self._parked[i, 2], dtype=torch.float32) if plan is None else plan.steps[row]
+            self.state[self.buckets.params[i]] = {"step": step, **self._views(i)}
+
+    def _amsgrad_groups(self) -> set[int]:
+        return {g for g, group in enumerate(self.param_groups) if group["amsgrad"]}
+
+    def _views(self, i: int) -> dict[str, Tensor]:
+        names = [name for name in STATE if name in MOMENTS or self.buckets.has(name, i)]
+        return {name: self.buckets.view(name, i) for name in names}
 
     def rebind(self) -> None:
-        """Called by FlatBuckets.rebuild()."""
+        """Called by FlatBuckets.rebuild(): makes the plans anew, with the masses and steps there were."""
+        kept = self.read_rows()
+        self._amsgrad = amsgrad = self._amsgrad_groups()
+        self.buckets.add_state("max_exp_avg_sq", only=lambda bucket: bucket.group in amsgrad)
+        self.buckets.add_state("master", only=_is_small)
+        by_device: dict[torch.device, list[Bucket]] = {}
+        for bucket in self.buckets:
+            by_device.setdefault(bucket.device, []).append(bucket)
+        self._plans = [DevicePlan(buckets, len(self.param_groups), amsgrad) for buckets in by_device.values()]
+        self._row = {int(i): (plan, row) for plan in self._plans for row, i in enumerate(plan.index)}
+        self._small = [int(i) for bucket in self.buckets if _is_small(bucket) for i in bucket.index]
+        self._versions[:] = -1
+        self.write_rows(kept)
         self.publish(np.flatnonzero(self._seen))
 
-    def reset_moments(self, index: np.ndarray) -> None:
-        """Starts these parameters' moments anew, as if no step had been taken."""
-        for i in index:
-            for name in MOMENTS:
-                self.buckets.view(name, i).zero_()
-        self.masses[:, index] = 0
-        self.steps.numpy()[index] = 0
+    def read_rows(self) -> np.ndarray:
+        """float64 [P, 3]: the masses of exp_avg and exp_avg_sq and the step of every parameter of buckets.params, a
+        copy; waits for the device."""
+        rows = self._parked.copy()
+        for plan in self._plans:
+            rows[plan.index, :2] = plan.masses.cpu().numpy()
+            rows[plan.index, 2] = plan.steps.cpu().numpy()
+        return rows
+
+    def write_rows(self, rows: np.ndarray) -> None:
+        """Takes what read_rows() gives."""
+        self._parked = np.array(rows, np.float64)
+        for plan in self._plans:
+            plan.masses.copy_(torch.from_numpy(self._parked[plan.index, :2]))
+            plan.steps.copy_(torch.from_numpy(self._parked[plan.index, 2]))
+
+    def reset_moments(self) -> None:
+        """Starts the moments of the trainable parameters anew, as if no step had been taken."""
+        for plan in self._plans:
+            plan.masses.zero_()
+            plan.steps.zero_()
+        for bucket in self.buckets:
+            for name in (*MOMENTS, "max_exp_avg_sq"):
+                if name in bucket.flat:
+                    bucket.flat[name].zero_()
 
     def state_dict(self) -> dict:
         """torch.optim.Adam's layout, own copies; plus the masses (float) per parameter."""
         saved = super().state_dict()
+        rows = self.read_rows()
         for i, entry in saved["state"].items():
-            masses = dict(zip(MASSES, self.masses[:, i].tolist(), strict=True))
+            masses = dict(zip(MASSES, rows[i, :2].tolist(), strict=True))
             copies = {name: value.clone() for name, value in entry.items()}
-            saved["state"][i] = {**copies, **masses, "mass_step": float(self.steps[i])}
+            step = torch.tensor(rows[i, 2], dtype=torch.float32)
+            saved["state"][i] = {**copies, "step": step, **masses, "mass_step": float(rows[i, 2])}
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads a state dict of FusedAdam, torch.optim.Adam or AdamW (masses then follow from the step
         counts)."""
-        super().load_state_dict(state_dict)
+        entries: list[dict] = []
+
+        def take_entries(_, given: dict) -> dict:
+            keys = (key for group in given["param_groups"] for key in group["params"])
+            entries.extend(given["state"].get(key, {}) for key in keys)
+            return {**given, "state": {}}
+
+        # As the last of the hooks: torch would round state to the parameters' type.
+        hook = self.register_load_state_dict_pre_hook(take_entries)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         self._check_groups()
-        loaded, self.state = self.state, type(self.state)(dict)
         self._seen[:] = False
-        self.reset_moments(np.arange(len(self.buckets.params)))
-        for i, p in enumerate(self.buckets.params):
-            if not (entry := loaded.get(p)):
+        self._parked[:] = 0
+        self.reset_moments()
+        self.rebind()
+        rows = np.zeros_like(self._parked)
+        for i, entry in enumerate(entries):
+            if not entry:
                 continue
-            self.steps[i] = float(entry["step"])
+            self._seen[i] = True
             betas = self.param_groups[self.buckets.group_of[i]]["betas"]
-            for row, (name, beta) in enumerate(zip(MOMENTS, betas, strict=True)):
-                self.buckets.view(name, i).copy_(entry[name])
-                self.masses[row, i] = _mass(entry, MASSES[row], float(beta))
-            self.publish([i])
+            masses = [_mass(entry, name, float(beta)) for name, beta in zip(MASSES, betas, strict=True)]
+            rows[i] = *masses, float(entry["step"])
+            for name, view in self._views(i).items():
+                if name in entry:
+                    view.copy_(entry[name])
+                elif name == "max_exp_avg_sq":
+                    view.copy_(entry["exp_avg_sq"])
+        self.write_rows(rows)
+        self.publish(np.flatnonzero(self._seen))
 
 
 def _mass(entry: dict, name: str, beta: float) -> float:

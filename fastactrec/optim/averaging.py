@@ -253,30 +253,29 @@ class _AdamMoments:
     def __init__(self, opt: FusedAdam):
         self.opt, self.buckets = opt, opt.buckets
 
-    @property
-    def _index(self) -> np.ndarray:
-        return np.concatenate([bucket.index for bucket in self.buckets]) if len(self.buckets) else np.zeros(0, int)
-
     def collect(self) -> None:
-        pass
+        for bucket in self.buckets:
+            if bucket.dtype != torch.float32 or bucket.flat["exp_avg"].dtype != torch.float32:
+                raise InputError("averaging needs float32 parameters and moments: use model.float()")
 
     def start(self, engine, weight: float, names: list[str]):
         if not names:
             return lambda: None
-        index, rows = self._index, [k for k, name in enumerate(MOMENTS) if name in names]
-        mine = self.opt.masses[np.ix_(rows, index)]
-        masses = engine.all_reduce_host(mine * weight)
-        steps = engine.all_reduce_host(self.opt.steps.numpy()[index].astype(np.float64), "max")
+        rows, columns = self.opt.read_rows(), [k for k, name in enumerate(MOMENTS) if name in names]
+        index = np.concatenate([bucket.index for bucket in self.buckets]) if len(self.buckets) else np.zeros(0, int)
+        masses = engine.all_reduce_host(rows[np.ix_(index, columns)] * weight)
+        steps = engine.all_reduce_host(rows[index, 2], "max")
 
         def finish() -> None:
-            self.opt.masses[np.ix_(rows, index)] = masses()
-            self.opt.steps.numpy()[index] = steps()
-            self.opt.publish(index[self.opt.steps.numpy()[index] > 0])
+            rows[np.ix_(index, columns)] = masses()
+            rows[index, 2] = steps()
+            self.opt.write_rows(rows)
+            self.opt.publish(index[rows[index, 2] > 0])
 
         return finish
 
     def reset(self) -> None:
-        self.opt.reset_moments(self._index)
+        self.opt.reset_moments()
 
 
 class _SgdMoments:

@@ -7,7 +7,7 @@ One kernel call or all-reduce then serves a whole bucket, and nothing is packed 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -15,15 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .layout import ALIGN_BYTES, Bucket, collect_params, dense_stride, plan_buckets
+from .. import ops
+from .layout import ALIGN_BYTES, Bucket, align_of, collect_params, dense_stride, plan_buckets
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NORM_CHUNK = 1024  # elements summed in float32 before double takes over, see FlatBuckets.grad_norm
 
 
 class FlatBuckets:
     """Makes trainable parameters and their gradients views of flat buffers.
 
-    Buckets are grouped by device and parameter group. Every trainable element is in exactly one of them; a
+    Buckets are grouped by type, device and parameter group. Every trainable element is in exactly one of them; a
     parameter used by several modules is there once; frozen parameters keep their own storage. ``.grad`` of
     each parameter is a zeroed view at once. Where somebody sets it to None, the next backward's gradient is
     copied into the view and the view put back, so ``zero_grad`` in torch's default way (None) is the fastest:
@@ -40,7 +42,8 @@ class FlatBuckets:
             default: one group of all parameters, frozen ones included, so that state-dict indices follow
             ``model.parameters()``.
     Raises:
-        InputError: a trainable parameter is not float32, in two groups or in none; bucket_bytes < 128.
+        InputError: a trainable parameter is not float32, bfloat16 or float16, in two groups or in none, without
+            memory (meta) or in the memory of another one; bucket_bytes < 128.
     """
 
     _alive: ClassVar[weakref.WeakSet[FlatBuckets]] = weakref.WeakSet()
@@ -63,7 +66,7 @@ class FlatBuckets:
         self.adopt_grads = False  # take assigned gradients instead of raising, as torch's optimizers do
         self.version = 0  # counts layouts
         self.listeners: weakref.WeakSet = weakref.WeakSet()  # their rebind() is called after each new layout
-        self._states: list[str] = []
+        self._states: dict[str, tuple[torch.dtype, Callable[[Bucket], bool]]] = {}
         self._parked: dict[str, dict[int, Tensor]] = {}  # state of frozen parameters, by name and index
         self._home: dict[int, tuple[Bucket, int]] = {}
         self._grads: dict[int, Tensor] = {}
@@ -100,10 +103,15 @@ class FlatBuckets:
         buckets.
         """
         for name, p in zip(self.names, self.params, strict=True):
-            if p.requires_grad and p.dtype != torch.float32:
-                raise InputError(f"{name} is {p.dtype}: flat buckets hold float32; use model.float() or freeze it")
+            if p.requires_grad and p.dtype not in DTYPES:
+                raise InputError(
+                    f"{name} is {p.dtype}: buckets hold float32, bfloat16 and float16; use model.float() or freeze it"
+                )
         old_grads, old_home = self._grads, self._home
-        old_states = {name: {i: self.view(name, i) for i in old_home} for name in self._states}
+        old_states = {
+            name: {i: self.view(name, i) for i, (bucket, _) in old_home.items() if name in bucket.flat}
+            for name in self._states
+        }
         self._lay_out()
         for i, p in enumerate(self.params):
             if i in self._home:
@@ -122,7 +130,8 @@ class FlatBuckets:
             for name in self._states:
                 old = old_states[name].get(i, self._parked[name].pop(i, None))
                 if old is not None and i in self._home:
-                    self.view(name, i).copy_(old)
+                    if name in self._home[i][0].flat:
+                        self.view(name, i).copy_(old)
                 elif old is not None:
                     self._parked[name][i] = old.clone()
         self._stale[:] = False
@@ -137,16 +146,20 @@ class FlatBuckets:
         trainable: dict[tuple, list[int]] = {}
         for i, p in enumerate(self.params):
             if p.requires_grad:
-                trainable.setdefault((self.group_of[i], p.device), []).append(i)
+                trainable.setdefault((self.group_of[i], p.device, p.dtype), []).append(i)
         self.buckets, self._home, self._grads = [], {}, {}
         self._stride = {i: dense_stride(self.params[i]) for members in trainable.values() for i in members}
-        for (group, device), members in trainable.items():
-            for slots in plan_buckets([self.params[i].numel() for i in members], self.bucket_bytes // 4):
+        for (group, device, dtype), members in trainable.items():
+            sizes = [self.params[i].numel() for i in members]
+            for slots in plan_buckets(sizes, self.bucket_bytes // dtype.itemsize, align_of(dtype)):
                 index = [members[k] for k, _ in slots]
                 begin = [offset for _, offset in slots]
-                bucket = Bucket(group, index, begin, [self.params[i].numel() for i in index], device)
-                for name in ("param", "grad", *self._states):
-                    bucket.add(name)
+                bucket = Bucket(group, index, begin, [self.params[i].numel() for i in index], device, dtype)
+                bucket.add("param", dtype)
+                bucket.add("grad", dtype)
+                for name, (state_dtype, wanted) in self._states.items():
+                    if wanted(bucket):
+                        bucket.add(name, state_dtype)
                 self.buckets.append(bucket)
                 self._home.update((i, (bucket, offset)) for i, offset in zip(index, begin, strict=True))
         for i in self._home.keys() - self._hooks.keys():
@@ -161,19 +174,26 @@ class FlatBuckets:
         self._hooks.clear()
         FlatBuckets._alive.discard(self)
 
-    def add_state(self, name: str) -> None:
-        """Adds a zeroed float32 buffer of this name to every bucket; it follows every rebuild()."""
-        if name not in self._states:
-            self._states.append(name)
-            self._parked[name] = {}
-            for bucket in self.buckets:
-                bucket.add(name)
+    def add_state(
+        self, name: str, dtype: torch.dtype = torch.float32, only: Callable[[Bucket], bool] = lambda bucket: True
+    ) -> None:
+        """Adds a zeroed buffer of this name to every bucket, or to those that `only` chooses; it follows every
+        rebuild(). What a bucket has already, it keeps."""
+        self._states[name] = (dtype, only)
+        self._parked.setdefault(name, {})
+        for bucket in self.buckets:
+            if only(bucket) and name not in bucket.flat:
+                bucket.add(name, dtype)
+
+    def has(self, name: str, i: int) -> bool:
+        """Whether parameter i has a piece of a state, in its bucket, or parked if it is frozen."""
+        return name in self._home[i][0].flat if i in self._home else i in self._parked.get(name, {})
 
     def view(self, name: str, i: int) -> Tensor:
         """Parameter i's piece of a flat buffer, in its shape and memory format; parked if it is frozen."""
         if i not in self._home:
             if i not in self._parked[name]:
-                self._parked[name][i] = torch.zeros_like(self.params[i], dtype=torch.float32)
+                self._parked[name][i] = torch.zeros_like(self.params[i], dtype=self._states[name][0])
             return self._parked[name][i]
         bucket, offset = self._home[i]
         flat = bucket.flat[name]
@@ -207,6 +227,8 @@ class FlatBuckets:
     @torch.no_grad()
     def _take(self, i: int, p: Tensor) -> None:
         """Copies a gradient that somebody else allocated into its view and puts the view back."""
+        if p.grad.layout != torch.strided:
+            raise InputError(f"{self.names[i]} got a sparse gradient: build its layer with sparse=False")
         self._grads[i].copy_(p.grad)
         p.grad = self._grads[i]
         self.touched[i] = True
@@ -262,25 +284,30 @@ class FlatBuckets:
             if self.params[i].requires_grad:
                 raise InputError(f"{self.names[i]} was unfrozen behind the buckets' back: call buckets.rebuild()")
 
+    def grad_squares(self) -> Tensor:
+        """float64 [], the sum of squares of all gradients; call settle() before."""
+        return ops.sum_squares([bucket.flat["grad"] for bucket in self.buckets])
+
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients together, without a loop over parameters.
 
-        A float32 sum over a whole bucket is off by 1e-4 and more on the CPU, so sums over NORM_CHUNK elements
-        are combined in double.
+        The Euclidean norm is summed in double in a fixed order. A float32 sum over a whole bucket is off by 1e-4
+        and more on the CPU, so for other norms sums over NORM_CHUNK elements are combined in double.
 
         Returns:
             float64 [], on the first bucket's device.
         """
         self.settle()
+        if norm_type == 2:
+            return self.grad_squares().sqrt()
         norms = []
         for bucket in self.buckets:
             flat = bucket.flat["grad"]
             whole = flat.numel() // NORM_CHUNK * NORM_CHUNK
-            if whole:
-                norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, NORM_CHUNK), norm_type, dim=1))
-            if whole < flat.numel():
-                norms.append(torch.linalg.vector_norm(flat[whole:], norm_type).view(1))
+            for part in (flat[:whole].view(-1, NORM_CHUNK), flat[whole:].view(1, -1)):
+                if part.numel():
+                    norms.append(torch.linalg.vector_norm(part, norm_type, dim=1, dtype=torch.float32))
         if not norms:
             return torch.zeros((), dtype=torch.float64)
         parts = torch.cat([norm.double().to(norms[0].device) for norm in norms])
@@ -289,6 +316,8 @@ class FlatBuckets:
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """torch.nn.utils.clip_grad_norm_ over flat buckets, without waiting for the device.
+
+        FusedAdam(max_norm=...) does it inside its step and saves reading and writing the gradients once more.
 
         Returns:
             float32 [], the norm before clipping.

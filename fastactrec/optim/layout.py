@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -11,14 +12,18 @@ from torch import Tensor, nn
 from ..errors import InputError
 
 ALIGN_BYTES = 128
-ALIGN = ALIGN_BYTES // 4  # float32 elements
 # Large allocations begin at the same place in their page, and a load that follows a store to the same place
 # in another page waits for it. Shifting a bucket's buffers against each other made an Adam step 3 % faster
 # (smallest of 40, one thread, Xeon Ice Lake).
-STAGGER = 256
+STAGGER_BYTES = 1024
 
 
-def plan_buckets(sizes: Sequence[int], capacity: int, align: int = ALIGN) -> list[list[tuple[int, int]]]:
+def align_of(dtype: torch.dtype) -> int:
+    """Elements of this type in 128 bytes."""
+    return ALIGN_BYTES // dtype.itemsize
+
+
+def plan_buckets(sizes: Sequence[int], capacity: int, align: int) -> list[list[tuple[int, int]]]:
     """Places tensors one after the other into buckets, in order, each whole.
 
     Args:
@@ -52,11 +57,11 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
-def aligned_zeros(numel: int, device: torch.device, stagger: int = 0) -> Tensor:
-    """float32 [numel], 128-byte aligned, `stagger` elements behind where the allocator would put it."""
-    raw = torch.zeros(stagger + ALIGN + numel, dtype=torch.float32, device=device)
-    skip = stagger + -raw.data_ptr() % ALIGN_BYTES // 4
-    return raw[skip : skip + numel]
+def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device, stagger_bytes: int = 0) -> Tensor:
+    """[numel], 128-byte aligned, `stagger_bytes` behind where the allocator would put it."""
+    raw = torch.zeros(stagger_bytes + ALIGN_BYTES + numel * dtype.itemsize, dtype=torch.uint8, device=device)
+    skip = stagger_bytes + -raw.data_ptr() % ALIGN_BYTES
+    return raw[skip : skip + numel * dtype.itemsize].view(dtype)
 
 
 class Bucket:
@@ -65,24 +70,38 @@ class Bucket:
     Attributes:
         group: index of the parameter group all of its parameters belong to.
         index: int64 [S], the parameters inside, as indices into ``FlatBuckets.params``.
-        begin, end: int64 [S], elements each one occupies; ``begin`` is a multiple of 32. Padding stays zero.
-        flat: "param", "grad" and optimizer state by name -> float32 [numel], 128-byte aligned.
+        begin, end: int64 [S], elements each one occupies; ``begin`` is a multiple of 128 bytes. Padding stays zero.
+        dtype: of its parameters and gradients.
+        flat: "param", "grad" and optimizer state by name -> [numel], 128-byte aligned.
     """
 
-    def __init__(self, group: int, index: list[int], begin: list[int], sizes: list[int], device: torch.device):
+    def __init__(
+        self,
+        group: int,
+        index: list[int],
+        begin: list[int],
+        sizes: list[int],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
         self.group = group
         self.index = np.array(index, np.int64)
         self.begin = np.array(begin, np.int64)
         self.end = self.begin + np.array(sizes, np.int64)
-        self.numel = -(-int(self.end[-1]) // ALIGN) * ALIGN
+        align = align_of(dtype)
+        self.numel = -(-int(self.end[-1]) // align) * align
         self.device = device
+        self.dtype = dtype
         self.flat: dict[str, Tensor] = {}
 
-    def add(self, name: str) -> None:
-        self.flat[name] = aligned_zeros(self.numel, self.device, STAGGER * len(self.flat))
+    def add(self, name: str, dtype: torch.dtype) -> None:
+        self.flat[name] = aligned_zeros(self.numel, dtype, self.device, STAGGER_BYTES * len(self.flat))
 
     def __repr__(self) -> str:
-        return f"Bucket({len(self.index)} parameters, {self.numel} elements, {self.device}, group {self.group})"
+        return (
+            f"Bucket({len(self.index)} parameters, {self.numel} elements, {self.dtype}, {self.device}, "
+            f"group {self.group})"
+        )
 
 
 def collect_params(model_or_params, groups) -> tuple[list[dict], list[Tensor], list[str]]:
@@ -103,6 +122,8 @@ def collect_params(model_or_params, groups) -> tuple[list[dict], list[Tensor], l
             name = named.get(id(p), f"parameter {len(params)}")
             if not isinstance(p, Tensor) or isinstance(p, nn.parameter.UninitializedParameter):
                 raise InputError(f"{name} is a {type(p).__name__}, not a parameter with a shape")
+            if p.is_meta:
+                raise InputError(f"{name} is on the meta device: give the model memory with model.to_empty() first")
             if not p.is_leaf:
                 raise InputError(f"{name} is the result of an operation: only leaf tensors can be optimised")
             if id(p) in seen:
@@ -113,9 +134,25 @@ def collect_params(model_or_params, groups) -> tuple[list[dict], list[Tensor], l
         result.append({**group, "params": members})
     if not params:
         raise InputError("there are no parameters to put into buckets")
+    refuse_overlap([(p, name) for p, name in zip(params, names, strict=True) if p.requires_grad])
     left_out = [named[id(p)] for p in model.parameters() if id(p) not in seen and p.requires_grad] if model else []
     if left_out:
         raise InputError(
             f"groups leave out {', '.join(left_out[:3])}: put every trainable parameter in one or freeze it"
         )
     return result, params, names
+
+
+def refuse_overlap(named: Iterable[tuple[Tensor, str]]) -> None:
+    """Raises InputError where two parameters share memory: in buckets they would silently part."""
+    spans = []
+    for p, name in named:
+        if p.numel() and p.layout == torch.strided:
+            last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+            spans.append((str(p.device), p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), name))
+    spans.sort()
+    for (device, _, end, name), (other_device, begin, _, other) in pairwise(spans):
+        if device == other_device and begin < end:
+            raise InputError(
+                f"{name} and {other} are different parameters in the same memory: share the nn.Parameter itself"
+            )
