@@ -1,4 +1,4 @@
-"""What several test modules need: the real clips, a place to run commands from."""
+"""What several test modules need: the real clips, a place to run commands from, the devices to test on."""
 
 from __future__ import annotations
 
@@ -35,3 +35,33 @@ def launch():
         )
 
     return call
+
+
+def why_no_cuda() -> str:
+    """Why nothing can run on a GPU here; empty where it can."""
+    import torch
+
+    from fastactrec import ops
+
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    return "" if ops.build_info()["cuda"] else "the extension was built without CUDA kernels"
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request) -> str:
+    """ "cpu", then "cuda", which skips where there is none. ``-m cuda`` selects the latter."""
+    if request.param == "cuda" and (reason := why_no_cuda()):
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Under REQUIRE_CUDA=1, for machines that have a GPU, a test for it that skips has failed."""
+    report = yield
+    expected = hasattr(report, "wasxfail")
+    if report.skipped and not expected and item.get_closest_marker("cuda") and os.environ.get("REQUIRE_CUDA") == "1":
+        report.outcome = "failed"
+        report.longrepr = f"REQUIRE_CUDA=1, but this test for a GPU was skipped: {call.excinfo.value}"
+    return report
