@@ -24,6 +24,7 @@ import numpy as np
 
 REPO = Path(__file__).resolve().parent.parent
 CACHE = REPO / "build" / "emulated"
+KEPT = 40  # libraries in it; a session makes about ten
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 # As the project compiles its CPU loops, so that results can be equal bit for bit; -O1 builds fast and keeps lines.
 FLAGS = ["-std=c++17", "-DFAR_EMULATE_CUDA", "-DFAR_WITH_CUDA", "-fPIC", "-shared", "-O1", "-g", "-Wall", "-Wextra"]
@@ -45,7 +46,15 @@ def why_not() -> str:
     if shutil.which(COMPILER[0]) is None:
         return f"the C++ compiler {COMPILER[0]} is not on PATH"
     version = subprocess.run([*COMPILER, "--version"], capture_output=True, text=True, check=False).stdout
-    return "" if "Free Software Foundation" in version else f"{COMPILER[0]} is not GCC, which the emulator is made for"
+    if "Free Software Foundation" not in version:
+        return f"{COMPILER[0]} is not GCC, which the emulator is made for"
+    return "" if runtime("libasan.so").is_absolute() else f"{COMPILER[0]} has no AddressSanitizer (libasan)"
+
+
+def runtime(name: str) -> Path:
+    """A library of the compiler's; only its name where there is none."""
+    done = subprocess.run([*COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return Path(done.stdout.strip())
 
 
 def build(sources: Iterable[str], *, sanitized: bool = False, patches: Patches | None = None) -> Library:
@@ -82,6 +91,8 @@ def build(sources: Iterable[str], *, sanitized: bool = False, patches: Patches |
             if done.returncode:
                 raise EmulatorError(f"{shlex.join(command)}\n{done.stderr}")
             made.replace(target)  # at once: another process may be building the same
+        for old in sorted(CACHE.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+            old.unlink(missing_ok=True)
     return SanitizedLibrary(target) if sanitized else Library(target)
 
 
@@ -138,13 +149,10 @@ class SanitizedLibrary(Library):
 
     def _start(self) -> None:
         self._report = os.memfd_create("report")  # a file: a long report would block in a pipe that nobody reads
-        libraries = [
-            subprocess.run([*COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
-            for name in ("libasan.so", "libstdc++.so")  # libstdc++ too, or exceptions are not intercepted
-        ]
         environment = {
             **os.environ,
-            "LD_PRELOAD": " ".join(done.stdout.strip() for done in libraries),
+            # libstdc++ too, or exceptions are not intercepted
+            "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libstdc++.so')}",
             "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "OPENBLAS_NUM_THREADS": "1",

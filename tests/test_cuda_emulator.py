@@ -92,6 +92,14 @@ def check_reverse(library, size, seed):
     np.testing.assert_array_equal(out, expected)
 
 
+def check_rotate(library, size, seed, steps=3):
+    blocks = -(-size // 256)
+    values = np.arange(blocks * 256, dtype=np.int32)
+    expected = np.roll(values.reshape(blocks, 256), -steps, axis=1).ravel()
+    library.rotate(values, blocks, steps, seed=seed)
+    np.testing.assert_array_equal(values, expected)
+
+
 def check_transpose(library, size, seed):
     rows, columns = 33, -(-size // 33)
     values = random(size).standard_normal((rows, columns)).astype(np.float32)
@@ -100,7 +108,15 @@ def check_transpose(library, size, seed):
     np.testing.assert_array_equal(out, values.T)
 
 
-CHECKS = [check_block_sum, check_warp_sum, check_count, check_histogram, check_reverse, check_transpose]
+CHECKS = [
+    check_block_sum,
+    check_warp_sum,
+    check_count,
+    check_histogram,
+    check_reverse,
+    check_rotate,
+    check_transpose,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -139,6 +155,11 @@ RACES = {
         check_warp_sum,
     ),
     "no barrier after clearing": ("own[b] = 0;\n  __syncthreads();", "own[b] = 0;", check_histogram),
+    "no barrier before the next round": (
+        "own = ring[(t + 1) % threads];\n    __syncthreads();",
+        "own = ring[(t + 1) % threads];",
+        check_rotate,
+    ),
     "no barrier in a tile": (
         "tile[y][x] = in[row * columns + column];\n  __syncthreads();",
         "tile[y][x] = in[row * columns + column];",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,17 @@ def test_adam_moves_16_bytes_at_a_time(kernels):
     for kernel in (kernel for kernel in kernels if kernel.name == "adam_kernel<true>"):
         assert accesses(kernel.ptx, "ld")[0] == 4, "weight, gradient and two moments are read"
         assert accesses(kernel.ptx, "st") == (3, 0), "weight and two moments are written"
+
+
+def test_the_emulator_is_tested_on_real_cuda(tmp_path):
+    """nvcc accepts the kernels on which the emulator is tested, dynamic shared memory included."""
+    if resources.nvcc() is None:
+        pytest.skip("nvcc is not on PATH, and CUDACXX is not set")
+    tests = Path(__file__).resolve().parent
+    flags = ["-std=c++17", "-arch=sm_80", "-I", str(tests.parent / "csrc"), "-I", str(tests), "-cubin"]
+    command = [resources.nvcc(), *flags, str(tests / "emulated" / "selftest.cu"), "-o", str(tmp_path / "x.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 REPORT = """\

@@ -76,6 +76,21 @@ __global__ void reverse_kernel(const int* values, int64_t count, int* out) {
   out[begin + t] = tile[here - 1 - t];
 }
 
+// Every thread gets the value of the thread `steps` places further on, one place at a time. The second barrier keeps
+// the fast from overwriting what the slow have not read.
+__global__ void rotate_kernel(int* values, int steps) {
+  __shared__ int ring[threads];
+  const int t = int(threadIdx.x);
+  int own = values[blockIdx.x * threads + t];
+  for (int step = 0; step < steps; ++step) {
+    ring[t] = own;
+    __syncthreads();
+    own = ring[(t + 1) % threads];
+    __syncthreads();
+  }
+  values[blockIdx.x * threads + t] = own;
+}
+
 // A tile per block, through shared memory so that both sides are read and written along rows.
 __global__ void transpose_kernel(const float* in, int64_t rows, int64_t columns, float* out) {
   __shared__ float tile[16][17];
@@ -158,6 +173,10 @@ const char* histogram(int64_t seed, const int* values, int64_t count, int64_t bi
 
 const char* reverse(int64_t seed, const int* values, int64_t count, int* out) {
   return guarded(seed, [=] { launch(reverse_kernel, blocks_for(count), threads, nullptr, values, count, out); });
+}
+
+const char* rotate(int64_t seed, int* values, int64_t blocks, int64_t steps) {
+  return guarded(seed, [=] { launch(rotate_kernel, dim3(unsigned(blocks)), threads, nullptr, values, int(steps)); });
 }
 
 const char* transpose(int64_t seed, const float* in, int64_t rows, int64_t columns, float* out) {

@@ -8,7 +8,11 @@
 template <class Body>
 const char* guarded(int64_t seed, Body body) {
   static std::string error;
+#ifdef FAR_EMULATE_CUDA
   far::emulator::seed = uint64_t(seed);
+#else
+  (void)seed;
+#endif
   try {
     body();
     return nullptr;
