@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from .. import ops
-from .layout import ALIGN_BYTES, Bucket, align_of, collect_params, dense_stride, plan_buckets
+from .layout import ALIGN_BYTES, Bucket, align_of, allocate, collect_params, dense_stride, plan_buckets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NORM_CHUNK = 1024  # elements summed in float32 before double takes over, see FlatBuckets.grad_norm
@@ -155,13 +155,12 @@ class FlatBuckets:
                 index = [members[k] for k, _ in slots]
                 begin = [offset for _, offset in slots]
                 bucket = Bucket(group, index, begin, [self.params[i].numel() for i in index], device, dtype)
-                bucket.add("param", dtype)
-                bucket.add("grad", dtype)
-                for name, (state_dtype, wanted) in self._states.items():
-                    if wanted(bucket):
-                        bucket.add(name, state_dtype)
                 self.buckets.append(bucket)
                 self._home.update((i, (bucket, offset)) for i, offset in zip(index, begin, strict=True))
+        for name in ("param", "grad"):
+            allocate(self.buckets, name, lambda bucket: bucket.dtype)
+        for name, state in self._states.items():
+            self.add_state(name, *state)
         for i in self._home.keys() - self._hooks.keys():
             self._hooks[i] = self.params[i].register_post_accumulate_grad_hook(self._catch(i))
         for i in self._hooks.keys() - self._home.keys():
@@ -181,9 +180,8 @@ class FlatBuckets:
         rebuild(). What a bucket has already, it keeps."""
         self._states[name] = (dtype, only)
         self._parked.setdefault(name, {})
-        for bucket in self.buckets:
-            if only(bucket) and name not in bucket.flat:
-                bucket.add(name, dtype)
+        lacking = [bucket for bucket in self.buckets if only(bucket) and name not in bucket.flat]
+        allocate(lacking, name, lambda bucket: dtype)
 
     def has(self, name: str, i: int) -> bool:
         """Whether parameter i has a piece of a state, in its bucket, or parked if it is frozen."""
