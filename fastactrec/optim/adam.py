@@ -93,7 +93,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._complete = True
         count = len(self.buckets.params)
-        self._parked = np.zeros((count, 3))  # masses and step of parameters that are frozen
+        self._parked = np.zeros((count, 4))  # rows as in read_rows() of parameters that are frozen
         self._seen = np.zeros(count, bool)  # parameters that have state
         self._versions = np.full(count, -1)  # of small parameters whose masters are right
         for name in MOMENTS:
@@ -227,12 +227,13 @@ class FusedAdam(torch.optim.Optimizer):
         self.publish(np.flatnonzero(self._seen))
 
     def read_rows(self) -> np.ndarray:
-        """float64 [P, 3]: the masses of exp_avg and exp_avg_sq and the step of every parameter of buckets.params, a
-        copy; waits for the device."""
+        """float64 [P, 4]: the masses of exp_avg and exp_avg_sq, the step and the mass of frozen_sq of every parameter of
+        buckets.params, a copy; waits for the device."""
         rows = self._parked.copy()
         for plan in self._plans:
             rows[plan.index, :2] = plan.masses.cpu().numpy()
             rows[plan.index, 2] = plan.steps.cpu().numpy()
+            rows[plan.index, 3] = plan.frozen_masses.cpu().numpy()
         return rows
 
     def write_rows(self, rows: np.ndarray) -> None:
@@ -241,16 +242,35 @@ class FusedAdam(torch.optim.Optimizer):
         for plan in self._plans:
             plan.masses.copy_(torch.from_numpy(self._parked[plan.index, :2]))
             plan.steps.copy_(torch.from_numpy(self._parked[plan.index, 2]))
+            plan.frozen_masses.copy_(torch.from_numpy(self._parked[plan.index, 3]))
 
     def reset_moments(self) -> None:
         """Starts the moments of the trainable parameters anew, as if no step had been taken."""
         for plan in self._plans:
             plan.masses.zero_()
+            plan.frozen_masses.zero_()
             plan.steps.zero_()
         for bucket in self.buckets:
             for name in (*MOMENTS, "max_exp_avg_sq"):
                 if name in bucket.flat:
                     bucket.flat[name].zero_()
+
+    @torch.no_grad()
+    def freeze_second_moment(self) -> None:
+        """Divides by exp_avg_sq as it is now until the next call; exp_avg_sq itself goes on changing.
+
+        Raises:
+            InputError: a group uses amsgrad.
+        """
+        if self._amsgrad:
+            raise InputError("amsgrad=True and a frozen second moment exclude each other")
+        if not all("frozen_sq" in bucket.flat for bucket in self.buckets):
+            self.buckets.add_state("frozen_sq")
+            self.rebind()
+        for bucket in self.buckets:
+            bucket.flat["frozen_sq"].copy_(bucket.flat["exp_avg_sq"])
+        for plan in self._plans:
+            plan.frozen_masses.copy_(plan.masses[:, 1])
 
     def state_dict(self) -> dict:
         """torch.optim.Adam's layout, own copies; plus the masses (float) per parameter."""
@@ -294,7 +314,7 @@ class FusedAdam(torch.optim.Optimizer):
             self._seen[i] = True
             betas = self.param_groups[self.buckets.group_of[i]]["betas"]
             masses = [_mass(entry, name, float(beta)) for name, beta in zip(MASSES, betas, strict=True)]
-            rows[i] = *masses, float(entry["step"])
+            rows[i] = *masses, float(entry["step"]), 0.0
             for name, view in self._views(i).items():
                 if name in entry:
                     view.copy_(entry[name])
