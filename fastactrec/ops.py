@@ -94,7 +94,8 @@ class AdamPlan:
     def __init__(self, segments: Tensor, groups: Tensor, host_segments: np.ndarray):
         _require_device(segments, "adam")
         self._device = segments
-        self._plan = _ext.AdamPlan(_array(segments), _array(groups), host_segments.view(np.uint8).reshape(len(host_segments), -1))
+        rows = host_segments.view(np.uint8).reshape(len(host_segments), -1)
+        self._plan = _ext.AdamPlan(_array(segments), _array(groups), rows)
 
     def add_bucket(self, weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, frozen_sq, param, first, row, rows) -> None:
         """Adds a bucket of N elements whose segments are rows [row, row + rows) of the table.
