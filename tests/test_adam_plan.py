@@ -64,7 +64,7 @@ values = [[torch.randn(n, generator=random) for n in (0, 1, 31, 257, 70_011, 100
 
 def digest(dtype, moments, options, threads):
     torch.set_num_threads(threads)
-    params = [value.to(dtype).requires_grad_() for value in values[0]]
+    params = [value.to(dtype, copy=True).requires_grad_() for value in values[0]]
     buckets = far.FlatBuckets(params, bucket_bytes=400_000)
     buckets.add_state("snapshot", dtype)
     opt = far.FusedAdam(buckets, lr=0.01, weight_decay=0.02, moments_dtype=moments, **options)
@@ -79,10 +79,11 @@ print(ops.build_info()["isa"])
 plain, other = {}, {"amsgrad": True, "decoupled": True, "maximize": True, "max_norm": 2.0}
 types = torch.float32, torch.bfloat16, torch.float16
 for dtype, moments, options in itertools.product(types, types[:2], (plain, other)):
-    print(dtype, moments, options == other, *{digest(dtype, moments, options, threads) for threads in (1, 2, 3)})
+    print(dtype, moments, options == other, *{digest(dtype, moments, options, threads) for threads in (1, 3)})
 """
 
 
+@pytest.mark.slow
 def test_instruction_sets_and_threads_agree_bit_for_bit():
     here = Path(far.__file__).resolve().parent.parent
     results = {}

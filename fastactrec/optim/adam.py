@@ -254,14 +254,20 @@ class FusedAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict:
         """torch.optim.Adam's layout, own copies; plus the masses (float) per parameter."""
-        saved = super().state_dict()
-        rows = self.read_rows()
-        for i, entry in saved["state"].items():
-            masses = dict(zip(MASSES, rows[i, :2].tolist(), strict=True))
-            copies = {name: value.clone() for name, value in entry.items()}
-            step = torch.tensor(rows[i, 2], dtype=torch.float32)
-            saved["state"][i] = {**copies, "step": step, **masses, "mass_step": float(rows[i, 2])}
-        return saved
+
+        def complete(_, saved: dict) -> None:
+            rows = self.read_rows()
+            for i, entry in saved["state"].items():
+                masses = dict(zip(MASSES, rows[i, :2].tolist(), strict=True))
+                copies = {name: value.clone() for name, value in entry.items()}
+                step = torch.tensor(rows[i, 2], dtype=torch.float32)
+                saved["state"][i] = {**copies, "step": step, **masses, "mass_step": float(rows[i, 2])}
+
+        hook = self.register_state_dict_post_hook(complete, prepend=True)  # others see, and may change, all of it
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads a state dict of FusedAdam, torch.optim.Adam or AdamW (masses then follow from the step
@@ -273,12 +279,16 @@ class FusedAdam(torch.optim.Optimizer):
             entries.extend(given["state"].get(key, {}) for key in keys)
             return {**given, "state": {}}
 
-        # As the last of the hooks: torch would round state to the parameters' type.
-        hook = self.register_load_state_dict_pre_hook(take_entries)
+        # The last of the hooks before, as torch would round state to the parameters' type, and the first after.
+        before = self.register_load_state_dict_pre_hook(take_entries)
+        after = self.register_load_state_dict_post_hook(lambda _: self._load_entries(entries), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            hook.remove()
+            before.remove()
+            after.remove()
+
+    def _load_entries(self, entries: list[dict]) -> None:
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
 from .. import ops
+from ..errors import InputError
 from .layout import ALIGN_BYTES, Bucket, align_of, collect_params, dense_stride, plan_buckets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
