@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+import fastactrec as far
+
 SIZES = [0, 1, 31, 255, 257, 40_000]  # the last is larger than the bucket of 64 KiB
 BUCKET_BYTES = 1 << 16
 HYPER = {"lr": 2e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.05}
@@ -104,3 +106,23 @@ def everything(opt):
 
 def all_same(before, after):
     return len(before) == len(after) and all(same(a, b) for a, b in zip(before, after, strict=True))
+
+
+def mlp(seed=0, width=8):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def batch(step, rows=5):
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(step))
+
+
+def fit(model, opt, steps=4, first=0, forward=None, **backward):
+    for step in range(first, first + steps):
+        opt.zero_grad()
+        (forward or model)(batch(step)).square().mean().backward(**backward)
+        opt.step()
+
+
+def fused(model, **options):
+    return far.FusedAdam(far.FlatBuckets(model), **HYPER, **options)

@@ -196,8 +196,8 @@ def test_rebuild_keeps_values_gradients_and_state():
 
 
 def test_other_types_are_refused_unless_frozen():
-    model = nn.Linear(3, 3).half()
-    with pytest.raises(far.InputError, match=r"weight is torch\.float16.*model\.float\(\)"):
+    model = nn.Linear(3, 3).double()
+    with pytest.raises(far.InputError, match=r"weight is torch\.float64.*model\.float\(\)"):
         far.FlatBuckets(model)
     model.weight.requires_grad_(False)
     model.bias.data = model.bias.data.float()
