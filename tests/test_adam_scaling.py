@@ -260,6 +260,15 @@ def test_the_second_output_is_the_new_weights(dtype, kind, bucket_bytes):
     check()
 
 
+def test_an_unknown_second_output_is_refused_before_anything_changes():
+    (p,) = leaves(torch.ones(5))
+    opt = far.FusedAdam([p])
+    p.grad.fill_(1)
+    with pytest.raises(far.InputError, match="add_state"):
+        opt.step(out="snapshot")
+    assert opt.read_rows().tolist() == [[0, 0, 0]]
+
+
 def test_the_second_output_takes_weights_written_by_hand():
     (p,) = leaves(torch.ones(5, dtype=torch.bfloat16))
     buckets = far.FlatBuckets([p])

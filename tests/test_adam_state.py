@@ -134,6 +134,23 @@ def test_a_wrong_state_dict_changes_nothing():
     assert all_same(before, everything(opt))
 
 
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD([p], momentum=0.9), lambda p: torch.optim.Adagrad([p])])
+def test_state_of_another_optimizer_or_model_is_refused(make):
+    p, q = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    opt, other = far.FusedAdam([p]), make(q)
+    step_with(opt, [p], [torch.ones(3)])
+    step_with(other, [q], [torch.ones(3)])
+    before = everything(opt)
+    with pytest.raises(far.InputError, match=r"no .* for parameter 0.*another kind of optimizer"):
+        opt.load_state_dict(other.state_dict())
+    narrow = torch.ones(1, requires_grad=True)  # would broadcast
+    other = torch.optim.Adam([narrow])
+    step_with(other, [narrow], [torch.ones(1)])
+    with pytest.raises(far.InputError, match=r"exp_avg of parameter 0 .*\(1,\).*\(3,\)"):
+        opt.load_state_dict(other.state_dict())
+    assert all_same(before, everything(opt))
+
+
 def test_hooks_see_the_whole_state():
     """torch's hooks around state_dict and load_state_dict: what they see and what they change."""
     p, q = leaves(torch.ones(3), torch.ones(3))
@@ -303,6 +320,34 @@ def test_small_types_resume_bit_for_bit(dtype, moments, optimizer_first):
     train_mixed(again, second, 2, first=3)
     assert_same_training(again, straight)
     assert all_same(everything(second), everything(opt))
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}], ids=str)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_frozen_small_parameter_keeps_its_state(resume, options):
+    """Through rebuild(), and through a state dict that is loaded while the parameter is frozen."""
+    model = Mixed(torch.bfloat16, torch.float32)
+    opt = far.FusedAdam(far.FlatBuckets(model), **options)
+    train_mixed(model, opt, 2)
+    weight = model.body[0].weight
+    before = {name: value.clone() for name, value in opt.state[weight].items()}
+    weight.requires_grad_(False)
+    opt.buckets.rebuild()
+    train_mixed(model, opt, 1, first=2)
+    if resume:
+        saved, weights = opt.state_dict(), copy.deepcopy(model.state_dict())
+        model = Mixed(torch.bfloat16, torch.float32)
+        model.load_state_dict(weights)
+        weight = model.body[0].weight.requires_grad_(False)
+        opt = far.FusedAdam(far.FlatBuckets(model), **options)
+        opt.load_state_dict(saved)
+    weight.requires_grad_(True)
+    opt.buckets.rebuild()
+    assert set(opt.state[weight]) == set(before) >= {"master", *before}
+    assert all(same(opt.state[weight][name], value) for name, value in before.items())
+    assert not same(before["master"].bfloat16().float(), before["master"])
+    train_mixed(model, opt, 1, first=3)
+    assert opt.state[weight]["step"] == 3
 
 
 def test_writing_to_a_small_parameter_moves_its_master():
