@@ -139,6 +139,7 @@ class FlatBuckets:
         self._outside = [i for i in range(len(self.params)) if i not in self._home]
         self._written = {i: grad._version for i, grad in self._grads.items()}
         self._watch = [(i, self.params[i], self.params[i].data_ptr(), g) for i, g in self._grads.items()]
+        self._grad_pointers = [grad.data_ptr() for grad in self._grads.values()]
         self.version += 1
         for listener in self.listeners:
             listener.rebind()
@@ -273,13 +274,17 @@ class FlatBuckets:
             InputError: a view was replaced, or a frozen parameter became trainable; with the cure.
         """
         touched = self.touched.tolist()
-        for i, p, pointer, grad in self._watch:
+        for (i, p, pointer, grad), grad_pointer in zip(self._watch, self._grad_pointers, strict=True):
             own = p.grad
             if p.data_ptr() != pointer:
                 raise InputError(
                     f"{self.names[i]} no longer lies in its bucket (model.to(), .half() or an assignment to "
                     ".data replaced its storage): call buckets.rebuild() afterwards"
                 )
+            if grad.data_ptr() != grad_pointer:  # by p.grad.data = ...
+                view = self.view("grad", i)
+                grad.data = view.copy_(grad)
+                self.touched[i] |= own is grad
             if own is grad:
                 if not touched[i] and grad._version != self._written[i]:  # by hand, without a backward
                     self.touched[i] = bool(grad.any())
