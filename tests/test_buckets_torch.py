@@ -126,6 +126,46 @@ def test_compiled_models(backend):
     assert_close(model, reference)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_training_step():
+    _, plain = trained()
+    model = mlp()
+    torch._dynamo.reset()
+    opt = fused(model)
+
+    @torch.compile(backend="aot_eager")
+    def step(x):
+        opt.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        return loss
+
+    for k in range(4):
+        step(batch(k))
+    assert_same_training(model, plain)
+    assert opt.state[model[0].weight]["step"] == 4
+
+
+def test_a_step_inside_the_backward_pass():
+    """An optimizer per parameter that steps as soon as its gradient is there, and then drops it."""
+    results = []
+    for make in (far.FusedAdam, torch.optim.Adam):
+        model = mlp()
+        optimizers = {p: make([p], **HYPER) for p in model.parameters()}
+
+        def hook(p, optimizers=optimizers):
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+        for k in range(4):
+            model(batch(k)).square().mean().backward()
+        results.append(model)
+    assert_close(*results)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(use_reentrant):
     _, plain = trained()

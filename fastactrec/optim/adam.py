@@ -126,10 +126,12 @@ class FusedAdam(torch.optim.Optimizer):
     def __getstate__(self) -> dict:
         raise InputError("FusedAdam cannot be copied or pickled, its state lies in buckets: use state_dict()")
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients: None until the next backward (fastest), or zeros with set_to_none=False."""
         self.buckets.zero_grad(set_to_none)
 
+    @torch._disable_dynamo  # a compiled training step breaks its graph here, as there is nothing to trace
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, *, out: str | None = None):
         """One step of every parameter that has a gradient; returns the closure's loss.
