@@ -42,7 +42,8 @@ FAR_HD void adam_advance(AdamSegment& s, const AdamGroup& group, const AdamScale
 FAR_HD void adam_update(float& weight, float grad, float& exp_avg, float& exp_avg_sq, float* max_exp_avg_sq,
                         const AdamCoefficients& c) {
   const float w = weight;
-  const float g = grad * c.grad_factor + c.l2 * w;
+  // Without decay the weight must not enter: zero times an infinite one would be NaN.
+  const float g = grad * c.grad_factor + (c.l2 != 0 ? c.l2 * w : 0.f);
   const float m = c.beta1 * exp_avg + c.one_minus_beta1 * g;
   const float v = c.beta2 * exp_avg_sq + c.one_minus_beta2 * (g * g);
   exp_avg = m;
@@ -53,7 +54,8 @@ FAR_HD void adam_update(float& weight, float grad, float& exp_avg, float& exp_av
     largest = v < before || before != before ? before : v;
     *max_exp_avg_sq = largest;
   }
-  weight = w - (c.alpha * m / (sqrtf(largest) * c.inv_sqrt_mass + c.eps) + c.decay * w);
+  const float decay = c.decay != 0 ? c.decay * w : 0.f;
+  weight = w - (c.alpha * m / (sqrtf(largest) * c.inv_sqrt_mass + c.eps) + decay);
 }
 
 // Random bits for the two moments of element `i` of a parameter, from the parameter, the step and i alone: the same on

@@ -35,7 +35,8 @@ class FusedAdam(torch.optim.Optimizer):
     left alone with its moments.
 
     bfloat16 and float16 parameters have float32 masters, which are what is optimised; writing to such a parameter
-    (``model.load_state_dict``) moves its master along at the next step.
+    (``model.load_state_dict``, in-place operations under ``torch.no_grad()``) moves its master along at the next
+    step; writes through ``p.data``, which autograd does not count, are not seen and are lost.
 
     ``torch.amp.GradScaler`` is understood: gradients are unscaled inside the step, and after an overflow nothing
     changes, not even step counts. Nothing waits for the device. ``p.grad`` itself stays scaled and unclipped.
@@ -125,10 +126,12 @@ class FusedAdam(torch.optim.Optimizer):
     def __getstate__(self) -> dict:
         raise InputError("FusedAdam cannot be copied or pickled, its state lies in buckets: use state_dict()")
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients: None until the next backward (fastest), or zeros with set_to_none=False."""
         self.buckets.zero_grad(set_to_none)
 
+    @torch._disable_dynamo  # a compiled training step breaks its graph here, as there is nothing to trace
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, *, out: str | None = None):
         """One step of every parameter that has a gradient; returns the closure's loss.
@@ -137,6 +140,8 @@ class FusedAdam(torch.optim.Optimizer):
             out: name of a state added to the buckets (``buckets.add_state("snapshot")``, of any type) that gets a
                 copy of all new weights, written by the same kernel.
         """
+        if out is not None and any(out not in bucket.flat for bucket in self.buckets):
+            raise InputError(f"out={out!r}: the buckets have no such state; call buckets.add_state({out!r}) first")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -254,14 +259,20 @@ class FusedAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict:
         """torch.optim.Adam's layout, own copies; plus the masses (float) per parameter."""
-        saved = super().state_dict()
-        rows = self.read_rows()
-        for i, entry in saved["state"].items():
-            masses = dict(zip(MASSES, rows[i, :2].tolist(), strict=True))
-            copies = {name: value.clone() for name, value in entry.items()}
-            step = torch.tensor(rows[i, 2], dtype=torch.float32)
-            saved["state"][i] = {**copies, "step": step, **masses, "mass_step": float(rows[i, 2])}
-        return saved
+
+        def complete(_, saved: dict) -> None:
+            rows = self.read_rows()
+            for i, entry in saved["state"].items():
+                masses = dict(zip(MASSES, rows[i, :2].tolist(), strict=True))
+                copies = {name: value.clone() for name, value in entry.items()}
+                step = torch.tensor(rows[i, 2], dtype=torch.float32)
+                saved["state"][i] = {**copies, "step": step, **masses, "mass_step": float(rows[i, 2])}
+
+        hook = self.register_state_dict_post_hook(complete, prepend=True)  # others see, and may change, all of it
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads a state dict of FusedAdam, torch.optim.Adam or AdamW (masses then follow from the step
@@ -271,14 +282,31 @@ class FusedAdam(torch.optim.Optimizer):
         def take_entries(_, given: dict) -> dict:
             keys = (key for group in given["param_groups"] for key in group["params"])
             entries.extend(given["state"].get(key, {}) for key in keys)
+            self._check_entries(entries)
             return {**given, "state": {}}
 
-        # As the last of the hooks: torch would round state to the parameters' type.
-        hook = self.register_load_state_dict_pre_hook(take_entries)
+        # The last of the hooks before, as torch would round state to the parameters' type, and the first after.
+        before = self.register_load_state_dict_pre_hook(take_entries)
+        after = self.register_load_state_dict_post_hook(lambda _: self._load_entries(entries), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            hook.remove()
+            before.remove()
+            after.remove()
+
+    def _check_entries(self, entries: list[dict]) -> None:
+        for name, p, entry in zip(self.buckets.names, self.buckets.params, entries, strict=False):
+            missing = [key for key in ("step", *MOMENTS) if entry and key not in entry]
+            if missing:
+                raise InputError(f"the state dict has no {missing[0]} for {name}: it is of another kind of optimizer")
+            for key in STATE:
+                if key in entry and entry[key].shape != p.shape:
+                    raise InputError(
+                        f"{key} of {name} has the shape {tuple(entry[key].shape)} in the state dict, the parameter "
+                        f"{tuple(p.shape)}: the state dict is of another model"
+                    )
+
+    def _load_entries(self, entries: list[dict]) -> None:
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -295,6 +323,11 @@ class FusedAdam(torch.optim.Optimizer):
             betas = self.param_groups[self.buckets.group_of[i]]["betas"]
             masses = [_mass(entry, name, float(beta)) for name, beta in zip(MASSES, betas, strict=True)]
             rows[i] = *masses, float(entry["step"])
+            if i not in self._row:  # frozen: what it will need again waits with its moments
+                for name in STATE:
+                    if name in entry:
+                        self.buckets.view(name, i).copy_(entry[name])
+                continue
             for name, view in self._views(i).items():
                 if name in entry:
                     view.copy_(entry[name])
