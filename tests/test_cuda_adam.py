@@ -233,7 +233,7 @@ def test_sum_squares_is_the_same_in_every_order(kernels):
 
 
 # Faults in copies of the source; the text must be there, so that a change of the kernels is noticed here.
-BARRIER = "    __syncthreads();\n    if (threadIdx.x < width)"
+BARRIER = "    __syncthreads();\n    if (int(threadIdx.x) < width)"
 GRID = "return dim3(unsigned((items + each - 1) / each))"
 MASK = "if (rest > 3) adam_update"
 BOUND = "at < end; at += 4 * threads) {\n      const int64_t i"
@@ -241,7 +241,7 @@ SQUARES_BOUND = "at < end; at += 4 * threads) {\n    const float4 x"
 
 
 def test_a_missing_barrier_is_found():
-    library = emulated.build(SOURCES, patches={KERNELS: [(BARRIER, "    if (threadIdx.x < width)")]})
+    library = emulated.build(SOURCES, patches={KERNELS: [(BARRIER, "    if (int(threadIdx.x) < width)")]})
     for seed in SEEDS:
         with pytest.raises(AssertionError):
             check_squares(library, 40_001, torch.float32, seed)

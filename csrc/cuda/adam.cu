@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(threads) squares_kernel(const void* values, Dt
   sums[threadIdx.x] = sum;
   for (int width = threads / 2; width > 0; width /= 2) {
     __syncthreads();
-    if (threadIdx.x < width) sums[threadIdx.x] += sums[threadIdx.x + width];
+    if (int(threadIdx.x) < width) sums[threadIdx.x] += sums[threadIdx.x + width];
   }
   if (threadIdx.x == 0) partials[blockIdx.x] = sums[0];
 }
