@@ -158,10 +158,11 @@ def test_a_step_inside_the_backward_pass():
             optimizers[p].step()
             optimizers[p].zero_grad()
 
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(hook)
+        handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
         for k in range(4):
             model(batch(k)).square().mean().backward()
+        for handle in handles:  # or parameters and optimizers would hold each other for ever
+            handle.remove()
         results.append(model)
     assert_close(*results)
 
