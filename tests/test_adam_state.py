@@ -350,13 +350,15 @@ def test_a_frozen_small_parameter_keeps_its_state(resume, options):
     assert opt.state[weight]["step"] == 3
 
 
-def test_writing_to_a_small_parameter_moves_its_master():
+@pytest.mark.parametrize("through_data", [False, True])
+def test_writing_to_a_small_parameter_moves_its_master(through_data):
     p = torch.full((4,), 1.0, dtype=torch.bfloat16, requires_grad=True)
     opt = far.FusedAdam([p], lr=1e-3)
     step_with(opt, [p], [torch.ones(4)])  # the master is 0.999, which rounds to 1
     with torch.no_grad():
-        p[0] = 5.0
-        p[1] = 1.0  # as it was: the master keeps its remainder
+        values = p.data if through_data else p
+        values[0] = 5.0
+        values[1] = 1.0  # as it was: the master keeps its remainder
     step_with(opt, [p], [torch.zeros(4)])
     step_of_momentum = 1.0 - 0.999 + 0.00067  # the second step, of momentum alone
     master = opt.state[p]["master"]

@@ -100,11 +100,15 @@ class Bucket:
             "exp_avg": random(0.1, variant.moments),
             "exp_avg_sq": random(0.1, variant.moments).square(),
             "max_exp_avg_sq": random(0.1).square() if variant.amsgrad else None,
-            "param": random(1.0, variant.grad) if variant.grad != torch.float32 else None,
+            "param": None,
             "out": random(1.0, variant.out) if variant.out else None,
         }
         for name in ("weight", "exp_avg", "exp_avg_sq"):
             self.arrays[name][~self.inside()] = 3.0
+        if variant.grad != torch.float32:  # somebody wrote to about half of the parameters
+            written = (torch.rand(self.numel, generator=generator) < 0.5) & self.inside()
+            rounded = self.arrays["weight"].to(variant.grad)
+            self.arrays["param"] = torch.where(written, random(1.0, variant.grad), rounded)
         self.arrays["grad"][~self.inside()] = float("nan")  # whoever uses it spoils what it updates
         group = {"weight_decay": 0.0, "decoupled_weight_decay": False, "maximize": False, **variant.group}
         hyper = HYPER["lr"], *HYPER["betas"], HYPER["eps"], *map(float, group.values())
@@ -151,6 +155,10 @@ class Bucket:
         v = self.variant
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * v.amsgrad
         result = {name: self.arrays[name].double() for name in ["weight", *names]}
+        if (param := self.arrays["param"]) is not None:
+            kept = self.arrays["weight"].to(param.dtype) == param
+            followed = self.inside(lambda segment: v.out is not None or (segment["live"] and not v.found_inf))
+            result["weight"] = torch.where(kept | ~followed, result["weight"], param.double())
         factor = 1 / (v.grad_scale or 1)
         if v.max_norm is not None:
             factor *= min(1.0, v.max_norm / (math.sqrt(self.squares()) * factor + 1e-6))

@@ -65,6 +65,12 @@ __global__ void __launch_bounds__(threads) adam_kernel(AdamBucket b) {
     for (int64_t at = begin + 4 * threadIdx.x; at < end; at += 4 * threads) {
       const int64_t i = at / 4;
       float4 w = load4(b.weight, Dtype::f32, i);
+      if (!plain && b.param) {
+        const ushort4 p = reinterpret_cast<const ushort4*>(b.param)[i];
+        w = make_float4(adam_follow(w.x, p.x, b.grad_type), adam_follow(w.y, p.y, b.grad_type),
+                        adam_follow(w.z, p.z, b.grad_type), adam_follow(w.w, p.w, b.grad_type));
+        if (!c.active) store4(b.weight, Dtype::f32, i, w);
+      }
       if (c.active) {
         const float4 g = load4(b.grad, plain ? Dtype::f32 : b.grad_type, i);
         float4 m = load4(b.exp_avg, plain ? Dtype::f32 : b.moment_type, i);

@@ -58,6 +58,14 @@ FAR_HD void adam_update(float& weight, float grad, float& exp_avg, float& exp_av
   weight = w - (c.alpha * m / (sqrtf(largest) * c.inv_sqrt_mass + c.eps) + decay);
 }
 
+// The master of a smaller parameter, or the parameter itself where somebody wrote to it: it is no longer the rounded
+// master. Compared as bits, so that a sign of zero and NaN count.
+FAR_HD float adam_follow(float master, uint16_t param, Dtype type) {
+  const bool bf16 = type == Dtype::bf16;
+  const uint16_t rounded = bf16 ? float_to_bf16(master) : float_to_f16(master);
+  return rounded == param ? master : bf16 ? bf16_to_float(param) : f16_to_float(param);
+}
+
 // Random bits for the two moments of element `i` of a parameter, from the parameter, the step and i alone: the same on
 // every machine, in every bucket, and after a resume.
 FAR_HD uint32_t adam_noise(const AdamCoefficients& c, int64_t i) { return mix_bits(uint32_t(i) ^ c.seed); }

@@ -21,10 +21,6 @@ STATE = (*MOMENTS, "max_exp_avg_sq", "master")  # flat buffers, the last two whe
 FIXED = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
 
-def _is_small(bucket: Bucket) -> bool:
-    return bucket.dtype != torch.float32
-
-
 class FusedAdam(torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015), or AdamW (Loshchilov & Hutter 2019) with ``decoupled=True``, as torch computes
     them.
@@ -35,8 +31,8 @@ class FusedAdam(torch.optim.Optimizer):
     left alone with its moments.
 
     bfloat16 and float16 parameters have float32 masters, which are what is optimised; writing to such a parameter
-    (``model.load_state_dict``, in-place operations under ``torch.no_grad()``) moves its master along at the next
-    step; writes through ``p.data``, which autograd does not count, are not seen and are lost.
+    in any way (``model.load_state_dict``, ``p.data.copy_()``) moves its master along at the next step: the kernel
+    keeps a master only where it still rounds to the parameter.
 
     ``torch.amp.GradScaler`` is understood: gradients are unscaled inside the step, and after an overflow nothing
     changes, not even step counts. Nothing waits for the device. ``p.grad`` itself stays scaled and unclipped.
@@ -96,7 +92,6 @@ class FusedAdam(torch.optim.Optimizer):
         count = len(self.buckets.params)
         self._parked = np.zeros((count, 3))  # masses and step of parameters that are frozen
         self._seen = np.zeros(count, bool)  # parameters that have state
-        self._versions = np.full(count, -1)  # of small parameters whose masters are right
         for name in MOMENTS:
             self.buckets.add_state(name, moments_dtype)
         self._plans: list[DevicePlan] = []
@@ -154,7 +149,6 @@ class FusedAdam(torch.optim.Optimizer):
             self.grad_norm = squares.sqrt() if grad_scale is None else squares.sqrt() / grad_scale.to(squares.device)
         if self._amsgrad_groups() != self._amsgrad:
             self.rebind()
-        self._follow_small()
         groups, rates = self._group_table()
         touched = self.buckets.touched
         for plan in self._plans:
@@ -178,22 +172,10 @@ class FusedAdam(torch.optim.Optimizer):
             rows[g] = (*numbers, float(group["weight_decay"]), *switches)
         return rows, rates
 
-    def _follow_small(self) -> None:
-        """Where somebody wrote to a bfloat16 or float16 parameter, its master takes the new values, and keeps its
-        own where they round to them."""
-        for i in self._small:
-            p = self.buckets.params[i]
-            if p._version != self._versions[i]:
-                master = self.buckets.view("master", i)
-                master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
-                self._versions[i] = p._version
-
     def _after_step(self, index: np.ndarray) -> None:
         params = self.buckets.params
         # The kernel writes behind autograd's back: a graph that saved these weights must notice.
         torch.autograd.graph.increment_version([params[i] for i in index])
-        for i in self._small:
-            self._versions[i] = params[i]._version
         if not self._seen[index].all():
             self.publish(index)
 
@@ -220,14 +202,12 @@ class FusedAdam(torch.optim.Optimizer):
         kept = self.read_rows()
         self._amsgrad = amsgrad = self._amsgrad_groups()
         self.buckets.add_state("max_exp_avg_sq", only=lambda bucket: bucket.group in amsgrad)
-        self.buckets.add_state("master", only=_is_small)
+        self.buckets.add_state("master", only=lambda bucket: bucket.dtype != torch.float32)
         by_device: dict[torch.device, list[Bucket]] = {}
         for bucket in self.buckets:
             by_device.setdefault(bucket.device, []).append(bucket)
         self._plans = [DevicePlan(buckets, len(self.param_groups), amsgrad) for buckets in by_device.values()]
         self._row = {int(i): (plan, row) for plan in self._plans for row, i in enumerate(plan.index)}
-        self._small = [int(i) for bucket in self.buckets if _is_small(bucket) for i in bucket.index]
-        self._versions[:] = -1
         self.write_rows(kept)
         self.publish(np.flatnonzero(self._seen))
 
