@@ -179,8 +179,7 @@ class Bucket:
             if segment["frozen_mass"]:
                 m, a = opt.state[p]["exp_avg"], 1 - HYPER["betas"][0] ** (float(segment["step"]) + 1)
                 root = (self.arrays["frozen_sq"].double()[where] / float(segment["frozen_mass"])).sqrt()
-                p = result["weight"][where] - HYPER["lr"] * m / a / (root + HYPER["eps"])
-                opt.state[p] = opt.state.pop(next(iter(opt.state)))
+                p.data = result["weight"][where] - HYPER["lr"] * m / a / (root + HYPER["eps"])
             for name, value in {"weight": p.detach(), **opt.state[p]}.items():
                 if name != "step":
                     result[name][where] = value
