@@ -46,15 +46,24 @@ class Agreement:
         Raises:
             AveragingError: on every rank, when positions differ.
         """
+        reported = self._exchange(samples, call, wanted)
+        if reported.any():
+            self._weights = exact_weights(reported)
+        return float(self._weights[self.engine.rank])
+
+    def require_same_call(self, call: int) -> None:
+        """As weight(), of a position alone."""
+        self._exchange(0.0, call, 0)
+
+    def _exchange(self, samples: float, call: int, wanted: int) -> np.ndarray:
+        """float64 [world], everybody's samples."""
         table = np.zeros((self.engine.world, 3))
         table[self.engine.rank] = samples, call, wanted
         table = self.engine.all_reduce_host(table)()
         if (table[:, 1:] != table[0, 1:]).any():
             at = ", ".join(f"rank {r}: call {row[1]:.0f}" for r, row in enumerate(table))
             raise AveragingError(f"ranks must call step() and average_all() alike, but are at {at}")
-        if table[:, 0].any():
-            self._weights = exact_weights(table[:, 0])
-        return float(self._weights[self.engine.rank])
+        return table[:, 0]
 
     def require_same_training(self, buckets: FlatBuckets, buffers: ModelBuffers, options: AveragingOptions) -> None:
         """Raises AveragingError on every rank unless layout, options and frozen parameters are equal."""
@@ -75,9 +84,10 @@ class Agreement:
             )
         self.compared = buckets.version
 
-    def require_equal_parameters(self, buckets: FlatBuckets) -> None:
-        """Raises AveragingError on every rank unless all hold the same parameters."""
-        if not self._same([_digest(_bytes(bucket.flat["param"])) for bucket in buckets]).all():
+    def require_equal(self, buckets: FlatBuckets, name: str) -> None:
+        """Raises AveragingError on every rank unless all hold the same parameters (or "anchor": the ones they began
+        with)."""
+        if not self._same([_digest(_bytes(bucket.flat[name])) for bucket in buckets]).all():
             raise AveragingError(
                 "parameters differ between ranks: with compression, an outer step or a warm-up all must begin with the "
                 "same ones, so load or broadcast them before building the averager"

@@ -11,7 +11,6 @@ import math
 import time
 import warnings
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,7 +21,8 @@ from .buckets import FlatBuckets
 from .buffers import ModelBuffers
 from .engines import Engine, engine_for, node_engine
 from .moments import moments_of
-from .reduction import CompressedMean, Phase, PlainMean
+from .reduction import CompressedMean, Delayed, PlainMean, finish
+from .warmup import GradientAverager
 
 
 class ParameterAverager:
@@ -106,16 +106,17 @@ class ParameterAverager:
         self.buckets: FlatBuckets = self._moments.buckets
         self.engine = engine_for(group) if engine is None else engine
         self.buffers = ModelBuffers(self.buckets.model)
-        self.averaged = False
-        self.seconds = 0.0
+        self.averaged, self.seconds = False, 0.0
         self._calls = 0  # since the last average_all
         self._rounds = 0  # averagings over all ranks since then
         self._local_rounds = 0  # averagings inside nodes since the last one over all ranks
-        self._warm_left = warmup if self.engine.world > 1 else 0
+        self._warmup: GradientAverager | None = None
         self._schedule = PeriodSchedule(period, quadratic)
         self._next = 0  # the call that averages; 0: not decided yet
+        self._since = 0  # calls since the last averaging over all ranks
         self._samples: dict[Engine, float] = {}  # since the last averaging, for each engine
-        self._pending: _Delayed | None = None
+        self._pending: Delayed | None = None
+        self._known: set[int] = set()  # trainable parameters of the last layout
         self._agreements: dict[Engine, Agreement] = {}
         self.node, self._every = None, 1
         if self.engine.world > 1:
@@ -125,24 +126,32 @@ class ParameterAverager:
         options = self.options
         if self.buckets.model is None:
             warnings.warn("FlatBuckets was built from bare parameters: buffers stay local", stacklevel=3)
+        agreement = self._agreements[self.engine] = Agreement(self.engine)
+        bits = COMPRESSION_BITS.get(options.compression)
+        self._mean = CompressedMean(self.engine, bits) if bits else PlainMean(self.engine)
+        self._equal_start = True  # whether anchors are known to be the same on all ranks
+        self._compare()
         if options.hierarchy is not None:
             self.node, self._every = node_engine(self.engine, options.hierarchy)
-        self._agreements = {engine: Agreement(engine) for engine in (self.engine, self.node) if engine is not None}
-        self._mean = (
-            PlainMean(self.engine)
-            if options.compression is None
-            else CompressedMean(self.engine, COMPRESSION_BITS[options.compression])
-        )
-        self._compare()
+            self._agreements.update({node: Agreement(node) for node in (self.node,) if node is not None})
+        for bucket in self.buckets if options.delay else ():
+            for name in self._due_ever():
+                self._moments.decay(bucket, name, 1)  # refuses what has no single answer
         for name in self._state_names():
             self.buckets.add_state(name)
         if options.anchored or options.warmup:
-            self._agreements[self.engine].require_equal_parameters(self.buckets)
-        if options.anchored:
-            for bucket in self.buckets:
-                bucket.flat["anchor"].copy_(bucket.flat["param"])
+            agreement.require_equal(self.buckets, "param")
+        self.rebind()
+        self.buckets.listeners.add(self)
         if options.warmup:
-            self.opt.register_step_pre_hook(self._average_gradients)
+            self._warmup = GradientAverager(self.opt, self.buckets, agreement, options.warmup)
+
+    def rebind(self) -> None:
+        """Called by FlatBuckets.rebuild(): what was frozen until now begins where it stood."""
+        trainable = {i for bucket in self.buckets for i in bucket.index.tolist()}
+        for i in trainable - self._known if self.options.anchored else ():
+            self.buckets.view("anchor", i).copy_(self.buckets.view("param", i))
+        self._known = trainable
 
     def _compare(self) -> None:
         """Once for each layout of the buckets."""
@@ -151,6 +160,9 @@ class ParameterAverager:
             agreement.require_same_training(self.buckets, self.buffers, self.options)
             if isinstance(self._mean, CompressedMean):
                 self._mean.forget()
+        if not self._equal_start:
+            agreement.require_equal(self.buckets, "anchor")
+            self._equal_start = True
 
     def _state_names(self) -> list[str]:
         options = self.options
@@ -179,28 +191,32 @@ class ParameterAverager:
         """
         if not (samples >= 0 and math.isfinite(samples)):
             raise InputError(f"samples={samples}: give a finite number >= 0")
-        start = time.perf_counter()
-        self.averaged = False
-        for engine in (self.engine, self.node):
-            if engine is not None:
-                self._samples[engine] = self._samples.get(engine, 0.0) + samples
-        if self._warm_left:
-            self._warm_left -= 1
-            if self._warm_left == 0:
+        start, self.averaged = time.perf_counter(), False
+        for engine in filter(None, (self.engine, self.node)):
+            self._samples[engine] = self._samples.get(engine, 0.0) + samples
+        warmup_s = 0.0
+        if self._warmup is not None and self._warmup.left:
+            self._warmup.left -= 1
+            warmup_s, self._warmup.seconds = self._warmup.seconds, 0.0
+            if self._warmup.left == 0:
+                for bucket in self.buckets if self.options.anchored else ():
+                    bucket.flat["anchor"].copy_(bucket.flat["param"])  # ranks are equal: rounds begin here
                 self.average_all()
         else:
             self._calls += 1
+            self._since += 1
             self._next = self._next or self._calls - 1 + self._period()
             if self._pending is not None:
-                self._advance(self._pending)
+                self._advance(self._pending, 1)
             if self._calls == self._next:
                 self._next = 0
                 self._end_round()
-        self.seconds = time.perf_counter() - start
+        self.seconds = time.perf_counter() - start + warmup_s
 
     def _period(self) -> int:
         group = self.opt.param_groups[0]
-        return self._schedule.next_round(float(group["lr"]), float(group.get("initial_lr", 0.0)))
+        peak = max(float(group.get(name, 0.0)) for name in ("initial_lr", "max_lr"))  # as torch's schedulers note them
+        return self._schedule.next_round(float(group["lr"]), peak)
 
     def _end_round(self) -> None:
         within_node = self.node is not None and self._local_rounds + 1 < self._every
@@ -217,11 +233,10 @@ class ParameterAverager:
 
     @torch.no_grad()
     def average_all(self) -> None:
-        """Averages everything, moments too, and starts a new round: at an epoch's end, before evaluation,
-        checkpoint."""
+        """Averages everything, moments too, and starts a new round: at an epoch's end, before evaluation, saving."""
         start = time.perf_counter()
-        while self._pending is not None:
-            self._advance(self._pending, self.options.delay)
+        if self._pending is not None:
+            self._advance(self._pending, 0, flush=True)
         self._average(list(self._moments.names) if self.options.moments != "reset" else [], self.engine, whole=True)
         self._calls = self._next = self._rounds = self._local_rounds = 0
         self.seconds = time.perf_counter() - start
@@ -235,7 +250,8 @@ class ParameterAverager:
             "rounds": self._rounds,
             "local_rounds": self._local_rounds,
             "next": self._next,
-            "warm_left": self._warm_left,
+            "since": self._since,
+            "warm_left": 0 if self._warmup is None else self._warmup.left,
             "samples": self._samples.get(self.engine, 0.0),
             "schedule": self._schedule.state_dict(),
         }
@@ -249,23 +265,35 @@ class ParameterAverager:
 
     def load_state_dict(self, state: dict) -> None:
         """Continues at a saved position, after model and optimizer were loaded; with another period the round
-        starts anew. What other ranks hold apart (a delayed mean, rounding errors of compression) is not saved: save
-        after average_all()."""
+        starts anew. All ranks must load. What other ranks hold apart (a delayed mean, rounding errors of compression)
+        is not saved, and forgotten: save after average_all()."""
         if state.get("version") != 2:
             raise InputError(f"averager state of version {state.get('version')}: this version reads 2")
         self._schedule.load_state_dict(state["schedule"])
-        self._warm_left = state["warm_left"] if self.engine.world > 1 else 0
+        if self._warmup is not None:
+            self._warmup.left = min(state["warm_left"], self.options.warmup)
         same = state["period"] == self.options.period
         names = ("calls", "rounds", "local_rounds", "next")
         self._calls, self._rounds, self._local_rounds, self._next = (state[name] if same else 0 for name in names)
+        self._since = state["since"]
         self._samples = {self.engine: state["samples"] if same else 0.0}
         if self.engine.world == 1:
             return
-        for bucket in self.buckets:
-            if self.options.anchored:
-                bucket.flat["anchor"].copy_(bucket.flat["param"])
-            for i in bucket.index.tolist() if "outer_momentum" in state and self.options.outer else ():
-                self.buckets.view("outer_momentum", i).copy_(state["outer_momentum"][self.buckets.names[i]])
+        if self._pending is not None:
+            finish(self._pending.started)
+            self._pending = None
+        if isinstance(self._mean, CompressedMean):
+            self._mean.forget()
+        self._equal_start = not self.options.anchored
+        saved = state.get("outer_momentum", {})
+        for bucket in self.buckets if self.options.anchored else ():
+            flat = bucket.flat
+            for name in {"residual", "outer_momentum"} & flat.keys():
+                flat[name].zero_()
+            flat["anchor"].copy_(flat["param"])
+            for i in bucket.index.tolist():
+                if self.options.outer and self.buckets.names[i] in saved:
+                    self.buckets.view("outer_momentum", i).copy_(saved[self.buckets.names[i]])
         if self.options.moments == "frozen_v":
             self._moments.freeze()
 
@@ -275,7 +303,7 @@ class ParameterAverager:
         """Averages parameters, the named moments and buffers (`whole`: those under every policy)."""
         self.averaged = delay == 0
         if engine.world == 1:
-            self._samples[engine] = 0.0
+            self._restart(engine)
             return
         self.buckets.settle()
         agreement = self._agreements[engine]
@@ -288,7 +316,13 @@ class ParameterAverager:
                 self._pending = self._start_delayed(names, weight, delay)
             else:
                 self._reduce(names, weight, engine, whole or self.options.buffers == "mean")
+        self._restart(engine)
+
+    def _restart(self, engine: Engine) -> None:
         self._samples[engine] = 0.0
+        if engine is self.engine:
+            self._since = 0
+            self._samples.clear()
 
     def _reduce(self, names: list[str], weight: float, engine: Engine, buffers: bool) -> None:
         mean = self._mean if engine is self.engine else PlainMean(engine)
@@ -302,7 +336,7 @@ class ParameterAverager:
         if finish_buffers is not None:
             finish_buffers()
         finish_moments()
-        _finish(started)
+        finish(started)
         self._step_from_anchor()
         self._changed()
         if self.options.moments == "reset":
@@ -315,7 +349,7 @@ class ParameterAverager:
         options = self.options
         for bucket in self.buckets if options.anchored else ():
             x, anchor = bucket.flat["param"], bucket.flat["anchor"]
-            if options.outer:
+            if options.outer and self._since:  # after no local step momentum alone must not move anything
                 u = bucket.flat["outer_momentum"]
                 x.neg_().add_(anchor)  # d
                 u.mul_(options.outer_momentum).add_(x)
@@ -327,68 +361,40 @@ class ParameterAverager:
 
     # A delayed averaging
 
-    def _start_delayed(self, names: list[str], weight: float, delay: int) -> _Delayed:
+    def _start_delayed(self, names: list[str], weight: float, delay: int) -> Delayed:
         started = []
         for name in ("param", *names):
             for bucket in self.buckets:
                 snapshot, mean = bucket.flat[f"snapshot_{name}"], bucket.flat[f"mean_{name}"]
                 snapshot.copy_(bucket.flat[name])
                 started.append(self._mean.start(bucket, name, snapshot, mean, weight))
-        return _Delayed(names, delay, started, self._moments.start(self.engine, weight, names, delay))
+        finish_moments = self._moments.start(self.engine, weight, names, delayed=True)
+        return Delayed(names, delay, started, finish_moments, self.buckets.version)
 
-    def _advance(self, delayed: _Delayed, steps: int = 1) -> None:
+    def _advance(self, delayed: Delayed, steps: int, flush: bool = False) -> None:
         """Counts local steps; half way the second exchange of compression starts, at the end the means arrive. All
         ranks do so in the same calls, so that their collectives match."""
+        if delayed.version != self.buckets.version:
+            raise InputError("rebuild() came while a delayed averaging was on its way: call average_all() before it")
         delayed.steps += steps
         with self._agreements[self.engine].of(f"the delayed averaging before call {self._calls}"):
             if delayed.steps >= -(-delayed.delay // 2):
                 for phases in delayed.started:
                     if len(phases) > 1:
                         phases.pop(0)()
-            if delayed.steps < delayed.delay:
+            if delayed.steps < delayed.delay and not flush:
                 return
-            _finish(delayed.started)
-            delayed.finish_moments()
+            finish(delayed.started)
+            delayed.finish_moments(delayed.steps)
         for bucket in self.buckets:
             for name in ("param", *delayed.names):
                 mean = bucket.flat[f"mean_{name}"]
-                left = 1.0 if name == "param" else self._moments.decay(bucket.group, name, delayed.delay)
+                left = 1.0 if name == "param" else self._moments.decay(bucket, name, delayed.steps)
                 if name == "param" and self.options.anchored:
                     bucket.flat["anchor"].copy_(mean)
                 bucket.flat[name].add_(mean.sub_(bucket.flat[f"snapshot_{name}"]), alpha=left)
+                if name == "exp_avg_sq":  # 0 or more, but for rounding
+                    bucket.flat[name].clamp_(min=0)
         self._changed()
         self._pending = None
         self.averaged = True
-
-    # Synchronous warm-up
-
-    @torch.no_grad()
-    def _average_gradients(self, *_) -> None:
-        """Before an optimizer step of the warm-up: the plain mean of gradients, of parameters that any rank used."""
-        if not self._warm_left:
-            return
-        self.buckets.settle()
-        with self._agreements[self.engine].of("the averaging of gradients"):
-            if (found_inf := getattr(self.opt, "found_inf", None)) is not None:
-                self.engine.all_reduce(found_inf, "max").wait()
-            touched = self.engine.all_reduce_host(self.buckets.touched.astype(np.int64), "max")() > 0
-            self.buckets.touch(np.flatnonzero(touched))
-            mean = PlainMean(self.engine)
-            grads = [(bucket, bucket.flat["grad"]) for bucket in self.buckets]
-            _finish([mean.start(bucket, "grad", grad, grad, 1 / self.engine.world) for bucket, grad in grads])
-
-
-class _Delayed:
-    """A mean on its way, and how many local steps were taken since."""
-
-    def __init__(self, names: list[str], delay: int, started: list[list[Phase]], finish_moments: Phase):
-        self.names, self.delay, self.started, self.finish_moments = names, delay, started, finish_moments
-        self.steps = 0
-
-
-def _finish(started: list[list[Phase]]) -> None:
-    """Runs the phases of all buckets, first the first of each, so that their exchanges overlap."""
-    while any(started):
-        for phases in started:
-            if phases:
-                phases.pop(0)()

@@ -10,6 +10,7 @@ from ..errors import InputError
 # Rounds between averagings of the first and the second moments; 0: only in average_all().
 MOMENT_ROUNDS = {"local": (0, 0), "mean": (1, 1), "desloc": (3, 6), "reset": (0, 0), "frozen_v": (1, 1)}
 COMPRESSION_BITS = {"bf16": 16, "int8": 8, "int4": 4}
+LONGEST = 1 << 15  # root of the longest period, for learning rates next to nothing
 BUFFERS = ("mean", "local")
 
 
@@ -103,14 +104,14 @@ class PeriodSchedule:
         self.last = 0.0
         self.falling = False
 
-    def next_round(self, lr: float, initial_lr: float) -> int:
-        """Args: the first group's learning rate now, and the one its schedule began with."""
+    def next_round(self, lr: float, peak: float) -> int:
+        """Args: the first group's learning rate now, and the peak its scheduler is known to have; 0: unknown."""
         self.falling |= lr < self.last
-        self.peak, self.last = max(self.peak, lr, initial_lr), lr
+        self.peak, self.last = max(self.peak, lr, peak), lr
         if self.quadratic is None:
             return self.period
         rate = lr if self.falling else self.peak
-        return max(self.period, int((self.quadratic / rate) ** 2)) if rate else self.period
+        return max(self.period, int(min(self.quadratic / rate, LONGEST) ** 2)) if rate else self.period
 
     def state_dict(self) -> dict:
         return {"peak": self.peak, "last": self.last, "falling": self.falling}

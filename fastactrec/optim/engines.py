@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import AveragingError, InputError
 
+# Its name since torch 2.14, which warns of the older one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 GONE_WITHIN_S = 3.0  # how long to look for a rank that has ended, after communication failed
 
 
@@ -97,7 +99,7 @@ class TorchEngine:
 
     def all_gather(self, received: Tensor, sent: Tensor) -> Handle:
         self.sent_bytes += (self.world - 1) * sent.numel()
-        return dist.all_gather_into_tensor(received.view(-1), sent, group=self.group, async_op=True)
+        return _all_gather(received.view(-1), sent, group=self.group, async_op=True)
 
     def _all_reduce(self, tensor: Tensor, op: str) -> Handle:
         kind = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
@@ -143,10 +145,14 @@ def node_engine(engine: Engine, hierarchy: str | tuple[int, int]) -> tuple[Engin
         hierarchy: (ranks per node, averagings), or "auto": as many ranks as torchrun started on each machine, and 4.
     Raises:
         InputError: not the default group, or nodes that do not divide the world.
+        AveragingError: on every rank, when nodes have different numbers of ranks.
     """
     if not isinstance(engine, TorchEngine) or engine.group is not None:
         raise InputError("hierarchy needs the default group of torch.distributed: leave group and engine out")
     per_node, every = (int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 4) if hierarchy == "auto" else hierarchy
+    largest, smallest = engine.all_reduce_host(np.array([per_node, -per_node]), "max")() * (1, -1)
+    if largest != smallest:
+        raise AveragingError(f"hierarchy: nodes have {smallest} to {largest} ranks, but must have as many each")
     if engine.world % per_node:
         raise InputError(f"hierarchy: {engine.world} ranks are not whole nodes of {per_node}")
     if per_node == engine.world:

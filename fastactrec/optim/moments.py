@@ -10,6 +10,7 @@ from ..errors import InputError
 from .adam import MOMENTS, FusedAdam
 from .buckets import FlatBuckets
 from .engines import Engine
+from .layout import Bucket
 
 
 class AdamMoments:
@@ -27,15 +28,15 @@ class AdamMoments:
             if bucket.dtype != torch.float32 or bucket.flat["exp_avg"].dtype != torch.float32:
                 raise InputError("averaging needs float32 parameters and moments: use model.float()")
 
-    def decay(self, bucket_group: int, name: str, steps: int) -> float:
+    def decay(self, bucket: Bucket, name: str, steps: int) -> float:
         """What is left of a moment after some steps."""
-        return float(self.opt.param_groups[bucket_group]["betas"][MOMENTS.index(name)]) ** steps
+        return float(self.opt.param_groups[bucket.group]["betas"][MOMENTS.index(name)]) ** steps
 
-    def start(self, engine: Engine, weight: float, names: list[str], delay: int = 0) -> Callable[[], None]:
-        """Starts averaging masses and steps; the result waits and adds what they differ by, decayed by `delay` steps
-        that were taken meanwhile."""
+    def start(self, engine: Engine, weight: float, names: list[str], delayed: bool = False) -> Callable[..., None]:
+        """Starts averaging masses and steps; the result waits and sets them. With `delayed` it wants the number of
+        steps taken meanwhile, and adds what masses differed by, decayed."""
         if not names:
-            return lambda: None
+            return lambda steps=0: None
         columns = [MOMENTS.index(name) for name in names]
         pending = []
         for plan in self.opt.plans:
@@ -43,13 +44,13 @@ class AdamMoments:
             mean, steps = mine * weight, plan.steps.clone()
             pending.append((plan, mine, mean, engine.all_reduce(mean), steps, engine.all_reduce(steps, "max")))
 
-        def finish() -> None:
+        def finish(taken: int = 0) -> None:
             for plan, mine, mean, first, steps, second in pending:
                 first.wait()
                 second.wait()
-                if delay:
+                if delayed:
                     betas = torch.tensor([self.opt.param_groups[g]["betas"] for g in plan.groups], dtype=torch.float64)
-                    left = betas.to(plan.device)[:, columns] ** delay
+                    left = betas.to(plan.device)[:, columns] ** taken
                     plan.masses[:, columns] += left * (mean - mine)
                 else:
                     plan.masses[:, columns] = mean
@@ -75,7 +76,7 @@ class SgdMoments:
         if buckets is None:
             raise InputError("SGD's parameters lie in no FlatBuckets: build far.FlatBuckets(model) first and keep it")
         self.buckets = buckets
-        self._owned = {id(p) for p in params}
+        self._group = {id(p): g for g, group in enumerate(opt.param_groups) for p in group["params"]}
         self.names = ("momentum_buffer",) if any(group["momentum"] for group in opt.param_groups) else ()
         if self.names and any(group["dampening"] for group in opt.param_groups):
             raise InputError("dampening other than 0 cannot be averaged: torch starts momentum without it")
@@ -84,18 +85,22 @@ class SgdMoments:
 
     def collect(self) -> None:
         for i, p in enumerate(self.buckets.params):
-            if self.names and p.requires_grad and id(p) in self._owned:
+            if self.names and p.requires_grad and id(p) in self._group:
                 view = self.buckets.view("momentum_buffer", i)
                 own = self.opt.state[p].get("momentum_buffer")
                 if own is None or own.data_ptr() != view.data_ptr():
                     view.zero_() if own is None else view.copy_(own)
                     self.opt.state[p]["momentum_buffer"] = view
 
-    def decay(self, bucket_group: int, name: str, steps: int) -> float:
-        return float(self.opt.param_groups[bucket_group]["momentum"]) ** steps
+    def decay(self, bucket: Bucket, name: str, steps: int) -> float:
+        owners = {self._group.get(id(self.buckets.params[i])) for i in bucket.index.tolist()} - {None}
+        momenta = {float(self.opt.param_groups[g]["momentum"]) for g in owners}
+        if len(momenta) > 1:
+            raise InputError("delay needs one momentum in each bucket: give FlatBuckets the groups that SGD has")
+        return momenta.pop() ** steps if momenta else 0.0
 
-    def start(self, engine: Engine, weight: float, names: list[str], delay: int = 0) -> Callable[[], None]:
-        return lambda: None
+    def start(self, engine: Engine, weight: float, names: list[str], delayed: bool = False) -> Callable[..., None]:
+        return lambda steps=0: None
 
     def freeze(self) -> None:
         raise InputError("moments='frozen_v' needs FusedAdam: SGD has no second moment")

@@ -27,6 +27,40 @@ def scale(tensor: Tensor, weight: float, out: Tensor | None = None) -> None:
         tensor.mul_(weight)
 
 
+def finish(started: list[list[Phase]]) -> None:
+    """Runs the phases of all buckets, first the first of each, so that their exchanges overlap."""
+    while any(started):
+        for phases in started:
+            if phases:
+                phases.pop(0)()
+
+
+class Delayed:
+    """Means on their way.
+
+    Args:
+        names: the moments among them.
+        delay: local steps after which they are wanted.
+        started: phases left, for each bucket of the parameters and of each moment.
+        finish_moments: waits for masses; wants the number of steps taken.
+        version: of the buckets' layout.
+    Attributes:
+        steps: how many local steps were taken since.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        delay: int,
+        started: list[list[Phase]],
+        finish_moments: Callable[[int], None],
+        version: int,
+    ):
+        self.names, self.delay, self.started, self.finish_moments = names, delay, started, finish_moments
+        self.version = version
+        self.steps = 0
+
+
 class PlainMean:
     """Weighted sum by one all-reduce per bucket, where the numbers lie."""
 
