@@ -29,6 +29,7 @@ def run(config: TrainConfig) -> None:
     start = time.monotonic()
     one_rank_only = "--sync none trains on one process; use --sync kavg or ddp" if config.sync == "none" else ""
     with open_world(config.device, one_rank_only) as world:
+        config.check_max_batch(world.size)
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
