@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from .options import STREAMS, parse_scales, parse_size, parse_streams, parse_weights, require
+from .options import STREAMS, parse_hierarchy, parse_scales, parse_size, parse_streams, parse_weights, require
 
 MIB = 1 << 20
 
@@ -167,8 +167,23 @@ class TrainConfig:
     only). auto: kavg when distributed."""
     period: int = 8
     """Steps between parameter averagings (K)."""
-    moments: Literal["local", "mean", "desloc", "reset"] = "desloc"
+    moments: Literal["local", "mean", "desloc", "reset", "frozen_v"] = "desloc"
     """What happens to Adam's moments at averagings."""
+    outer_lr: float = 1.0
+    """Step from the last average towards the new mean; 1 takes the mean."""
+    outer_momentum: float = 0.0
+    """Momentum of those steps, in [0, 1)."""
+    delay: int = 0
+    """Steps that are taken while an averaging is on its way; less than --period."""
+    compression: Literal["none", "bf16", "int8", "int4"] = "none"
+    """How parameters travel: as they are, or their changes in 16, 8 or 4 bits with error feedback."""
+    hierarchy: str = "none"
+    """none; auto: ranks of one machine average every PERIOD steps, all of them every 4 PERIOD; or N,C for N ranks
+    per machine and C."""
+    warmup_sync: int = 0
+    """Steps at the beginning in which gradients are averaged instead of parameters."""
+    quadratic: float = 0.0
+    """c of the period max(PERIOD, (c / lr)^2), which grows as the learning rate falls; 0: a constant period."""
     adaptive_batch: Literal["none", "noise", "decay"] = "none"
     """Grow the batch, by accumulating gradients, at the border of epochs: noise doubles it when the measured gradient
     noise scale is above two batches; decay grows it by the factor by which the learning rate would have decayed."""
@@ -223,6 +238,13 @@ class TrainConfig:
         require(0 <= self.label_smoothing < 1, f"--label-smoothing {self.label_smoothing}: must be in [0, 1)")
         require(self.warmup_epochs >= 0, f"--warmup-epochs {self.warmup_epochs}: must be 0 or more")
         require(self.clip_norm >= 0, f"--clip-norm {self.clip_norm}: must be 0 (off) or more")
+        for name in ("outer_lr", "outer_momentum", "delay", "compression", "hierarchy", "warmup_sync", "quadratic"):
+            value, off = getattr(self, name), getattr(TrainConfig, name)
+            require(
+                value == off or self.sync in ("auto", "kavg"),
+                f"--{name.replace('_', '-')} {value}: goes with --sync kavg",
+            )
+        parse_hierarchy(self.hierarchy)
         self.check_max_batch(1)
         for name in ("max_batch", "batch_lr_rule", "noise_every"):
             wanted = "noise or decay" if name == "max_batch" else "noise"

@@ -69,3 +69,15 @@ def parse_scales(text: str) -> tuple[float, ...]:
         f"--scales {text}: numbers in (0, 1], comma-separated",
     )
     return scales
+
+
+def parse_hierarchy(text: str) -> str | tuple[int, int] | None:
+    """``"none"`` -> None, ``"auto"`` -> "auto", ``"4,2"`` -> (4, 2)."""
+    if text in ("none", "auto"):
+        return None if text == "none" else text
+    parts = text.split(",")
+    require(
+        len(parts) == 2 and all(part.strip().isdigit() and int(part) for part in parts),
+        f"--hierarchy {text}: give none, auto, or two counts such as 4,2 (ranks per machine, averagings per global one)",
+    )
+    return int(parts[0]), int(parts[1])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config import MIB, STREAMS, TrainConfig, normalisation, parse_scales
+from ..config import MIB, STREAMS, TrainConfig, normalisation, parse_hierarchy, parse_scales
 from ..data.loader import Batch, TestLoader, TrainLoader
 from ..data.pack import Pack
 from ..errors import FastactrecError
@@ -28,6 +28,7 @@ from ..files import atomic_path
 from ..models.streams import StreamSpec, build_stream, parameter_groups, save_stream, start_from
 from ..optim.adam import FusedAdam
 from ..optim.averaging import ParameterAverager
+from ..optim.averaging_options import AveragingOptions
 from ..optim.batch_size import BatchSize, NoiseScale
 from ..optim.buckets import FlatBuckets
 from ..phases import COMPUTE, PhaseRecorder
@@ -77,6 +78,25 @@ def average_gradients(clock, bucket):  # no annotations: DDP checks them, and re
     return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
 
 
+def averaging_options(config: TrainConfig) -> AveragingOptions:
+    """Raises InputError: options of averaging that do not go together."""
+    return AveragingOptions(
+        period=config.period,
+        moments=config.moments,
+        outer_lr=config.outer_lr,
+        outer_momentum=config.outer_momentum,
+        delay=config.delay,
+        compression=None if config.compression == "none" else config.compression,
+        hierarchy=parse_hierarchy(config.hierarchy),
+        warmup=config.warmup_sync,
+        quadratic=config.quadratic or None,
+    )
+
+
+def averager_for(config: TrainConfig, optimizer: FusedAdam) -> ParameterAverager:
+    return ParameterAverager(optimizer, **dataclasses.asdict(averaging_options(config)))
+
+
 class StreamTrainer:
     """Trains one stream of a run and leaves its weights in the run folder."""
 
@@ -121,9 +141,7 @@ class StreamTrainer:
             self.buckets, lr=config.lr, decoupled=config.decoupled, max_norm=config.clip_norm or None
         )
         sync = ("kavg" if world.distributed else "none") if config.sync == "auto" else config.sync
-        self.averager = (
-            ParameterAverager(self.optimizer, period=config.period, moments=config.moments) if sync == "kavg" else None
-        )
+        self.averager = averager_for(config, self.optimizer) if sync == "kavg" else None
         self.recorder = PhaseRecorder()
         self.network: nn.Module = self.model
         self.bucket_clock = BucketClock()
@@ -178,8 +196,8 @@ class StreamTrainer:
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-            if self.averager is not None and state["averager"] is not None:
-                self.averager.load_state_dict(state["averager"])
+            if self.averager is not None:  # a run under ddp has none, but its parameters are where averages begin
+                self.averager.load_state_dict(state["averager"] or self.averager.state_dict())
             if self.config.adaptive_batch != "none":
                 self.batch_size.load_state_dict(state["batch_size"])
             epoch, ranks = int(state["epoch"]), int(state["ranks"])
