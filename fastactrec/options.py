@@ -78,6 +78,6 @@ def parse_hierarchy(text: str) -> str | tuple[int, int] | None:
     parts = text.split(",")
     require(
         len(parts) == 2 and all(part.strip().isdigit() and int(part) for part in parts),
-        f"--hierarchy {text}: give none, auto, or two counts such as 4,2 (ranks per machine, averagings per global one)",
+        f"--hierarchy {text}: give none, auto, or ranks per machine and averagings per global one, such as 4,2",
     )
     return int(parts[0]), int(parts[1])
