@@ -114,8 +114,17 @@ def open_world(device: str, one_rank_only: str = "") -> Iterator[World]:
     if size == 1:
         yield World(0, 1, where)
         return
+    # torchrun keeps its store when it restarts workers: without a prefix gloo finds the addresses of the dead and hangs
+    store, _, _ = next(dist.rendezvous("env://", rank, size))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # gloo beside NCCL: averaging exchanges its few host numbers without waiting for the GPU
-    dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", device_id=where if use_cuda else None)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+        store=dist.PrefixStore(f"attempt {attempt}", store),
+        rank=rank,
+        world_size=size,
+        device_id=where if use_cuda else None,
+    )
     try:
         yield World(rank, size, where)
     finally:
