@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import AveragingError, InputError
+from .topology import ranks_per_island
 
 # Its name since torch 2.14, which warns of the older one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -142,14 +143,14 @@ def node_engine(engine: Engine, hierarchy: str | tuple[int, int]) -> tuple[Engin
     """The engine of this rank's node, and how many averagings inside nodes go to one of all ranks.
 
     Args:
-        hierarchy: (ranks per node, averagings), or "auto": as many ranks as torchrun started on each machine, and 4.
+        hierarchy: (ranks per node, averagings), or "auto": see topology.py, and 4.
     Raises:
         InputError: not the default group, or nodes that do not divide the world.
         AveragingError: on every rank, when nodes have different numbers of ranks.
     """
     if not isinstance(engine, TorchEngine) or engine.group is not None:
         raise InputError("hierarchy needs the default group of torch.distributed: leave group and engine out")
-    per_node, every = (int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 4) if hierarchy == "auto" else hierarchy
+    per_node, every = (ranks_per_island(), 4) if hierarchy == "auto" else hierarchy
     largest, smallest = engine.all_reduce_host(np.array([per_node, -per_node]), "max")() * (1, -1)
     if largest != smallest:
         raise AveragingError(f"hierarchy: nodes have {smallest} to {largest} ranks, but must have as many each")
