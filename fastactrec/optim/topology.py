@@ -11,8 +11,8 @@ import torch
 
 
 def ranks_per_island() -> int:
-    """Ranks that averaging counts as one node: torchrun's local world size, or less where NVLink joins the machine's GPUs
-    in several groups of one size that hold neighbouring local ranks."""
+    """Ranks that averaging counts as one node: torchrun's local world size, or less where NVLink joins the GPUs
+    of the machine in several groups of one size that hold neighbouring local ranks."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not torch.cuda.is_available() or torch.cuda.device_count() < local:
         return local
