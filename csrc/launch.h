@@ -1,4 +1,5 @@
-// Every compiled operation on one page: its arguments, its CPU entry, its CUDA entry.
+// Every compiled operation on one page: its arguments, its CPU entry, its CUDA entry. Communication between GPUs is in
+// cuda/nccl.h.
 #pragma once
 
 #include <cstdint>

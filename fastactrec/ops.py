@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import FastactrecError
+from .errors import AveragingError, FastactrecError
 
 try:
     from . import _ext
@@ -242,3 +243,94 @@ def tvl1(
         threads=threads,
     )
     return flow
+
+
+def nccl_library() -> tuple[str, int]:
+    """Path and version (23007: 2.30.7) of the NCCL library that torch has loaded.
+
+    Raises:
+        FastactrecError: this build has no CUDA, or there is no such library, more than one, or one older than 2.19.
+    """
+    return _nccl(lambda: _ext.nccl_library())
+
+
+def nccl_unique_id() -> bytes:
+    """128 bytes by which the ranks of one communicator find each other. Raises as nccl_library() does."""
+    return _nccl(lambda: _ext.nccl_unique_id())
+
+
+def _nccl(call: Callable):
+    if not hasattr(_ext, "NcclCommunicator"):
+        raise FastactrecError("nccl: this build has no CUDA; put nvcc on PATH and run 'pip install .' again")
+    try:
+        return call()
+    except RuntimeError as error:
+        kind = AveragingError if isinstance(error, _ext.NcclError) else FastactrecError
+        raise kind(str(error)) from None
+
+
+class NcclCommunicator:
+    """This rank's end of a communicator among the GPUs of several processes; csrc/cuda/nccl.h says how it behaves.
+
+    Unverified on GPUs: tested against a stand-in for the library only.
+
+    Args:
+        unique_id: of nccl_unique_id(), the same on all ranks.
+        device: the GPU that arrays lie on.
+        timeout_s: how long to wait for other ranks; then everything is aborted.
+    Raises:
+        AveragingError: communication failed; the message names the rank, what was on its way, and NCCL's reason.
+        FastactrecError: arrays of another device, size or type; a closed communicator; and as nccl_library().
+    """
+
+    def __init__(self, unique_id: bytes, rank: int, world: int, device: torch.device, timeout_s: float):
+        index = device.index or 0
+        self._communicator = _nccl(lambda: _ext.NcclCommunicator(unique_id, rank, world, index, timeout_s))
+
+    def all_reduce(self, array: Tensor, op: str, label: str) -> NcclHandle:
+        """In place; contiguous, of any shape; uint8, int64, float16, bfloat16, float32 or float64. op: "sum" or "max".
+        label: what an error calls it; "": kind and number."""
+        flat, stream = array.view(-1), _stream_handle(array)
+        return NcclHandle(_nccl(lambda: self._communicator.all_reduce(_array(flat), op, label, stream)))
+
+    def all_gather(self, received: Tensor, sent: Tensor, label: str) -> NcclHandle:
+        """`sent` [n] of each rank into `received` [world, n]."""
+        arrays, stream = (_array(received.view(-1)), _array(sent.view(-1))), _stream_handle(sent)
+        return NcclHandle(_nccl(lambda: self._communicator.all_gather(*arrays, label, stream)))
+
+    def reduce_scatter(self, received: Tensor, sent: Tensor, op: str, label: str) -> NcclHandle:
+        """Row `rank` of the reduced `sent` [world, n] into `received` [n]."""
+        arrays, stream = (_array(received.view(-1)), _array(sent.view(-1))), _stream_handle(sent)
+        return NcclHandle(_nccl(lambda: self._communicator.reduce_scatter(*arrays, op, label, stream)))
+
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes: list[int], label: str) -> NcclHandle:
+        """`sent` holds sizes[r] elements for each rank r; `received` [world, sizes[rank]] gets everybody's."""
+        arrays, stream = (_array(received.view(-1)), _array(sent.view(-1))), _stream_handle(sent)
+        return NcclHandle(_nccl(lambda: self._communicator.all_to_all(*arrays, sizes, label, stream)))
+
+    def enroll(self, array: Tensor) -> None:
+        """Registers an array with NCCL until close(), which can spare a copy in each collective on it."""
+        _nccl(lambda: self._communicator.enroll(_array(array.view(-1))))
+
+    def check(self, what: str = "check") -> None:
+        """Raises AveragingError if anything failed meanwhile, or has been on its way for longer than the timeout."""
+        _nccl(lambda: self._communicator.check(what))
+
+    def close(self) -> None:
+        """Waits until all ranks are through with what was started, and leaves. Twice is once."""
+        _nccl(lambda: self._communicator.close())
+
+    def drop(self) -> None:
+        """As close(), but for at most 5 s, and without a word about failures."""
+        self._communicator = None
+
+
+class NcclHandle:
+    """A collective on its way, with its arrays."""
+
+    def __init__(self, handle):
+        self._handle = handle
+
+    def wait(self, cuda_stream: int) -> None:
+        """The stream waits for the result, not the host. Raises AveragingError: communication failed."""
+        _nccl(lambda: self._handle.wait(cuda_stream))

@@ -57,15 +57,18 @@ def runtime(name: str) -> Path:
     return Path(done.stdout.strip())
 
 
-def build(sources: Iterable[str], *, sanitized: bool = False, patches: Patches | None = None) -> Library:
+def build(
+    sources: Iterable[str], *, sanitized: bool = False, patches: Patches | None = None, flags: Iterable[str] = ()
+) -> Library:
     """Compiles sources (paths in the repository; the shim among them) into one library, or finds it in the cache.
 
     Args:
+        flags: further ones for the compiler.
         patches: {path in the repository: [(old, new)]} plants faults in a copy; each ``old`` must be there exactly
             once, so that a test of a fault fails when the source it was made for changes.
     """
     patched = {path: _patched(path, changes) for path, changes in (patches or {}).items()}
-    flags = [*FLAGS, *(SANITIZE if sanitized else [])]
+    flags = [*FLAGS, *(SANITIZE if sanitized else []), *flags]
     texts = {
         path.relative_to(REPO).as_posix(): path.read_text()
         for folder in ("csrc", "tests/emulated")

@@ -13,6 +13,9 @@ namespace nb = nanobind;
 void bind_adam(nb::module_& m);
 void bind_quantise(nb::module_& m);
 void bind_tvl1(nb::module_& m);
+#ifdef FAR_WITH_CUDA
+void bind_nccl(nb::module_& m);
+#endif
 
 NB_MODULE(_ext, m) {
   nb::set_leak_warnings(false);  // an optimizer that lives until the interpreter ends is no leak
@@ -36,4 +39,7 @@ NB_MODULE(_ext, m) {
   bind_adam(m);
   bind_quantise(m);
   bind_tvl1(m);
+#ifdef FAR_WITH_CUDA
+  bind_nccl(m);
+#endif
 }

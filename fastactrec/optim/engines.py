@@ -1,7 +1,12 @@
 """Who carries bytes between ranks: one tiny interface, so that averaging does not know its transport.
 
-An engine has ``rank``, ``world`` and two collectives. Both return at once with a handle; every rank must
+An engine has ``rank``, ``world`` and a few collectives. They return at once with a handle; every rank must
 start the same collectives in the same order.
+
+``engine_for(group)`` is what averaging uses by default: torch.distributed, over gloo on CPUs and over torch's NCCL
+group on GPUs. ``NcclEngine(group)`` of nccl_engine.py is chosen by hand, ParameterAverager(engine=NcclEngine(...)):
+arrays of this rank's GPU then travel by the project's own NCCL communicator, on a stream of high priority and with
+errors that name rank and operation, while host values keep to the group. It is unverified on GPUs.
 """
 
 from __future__ import annotations
@@ -116,6 +121,10 @@ class TorchEngine:
 
         return result
 
+    def within(self, group: dist.ProcessGroup) -> TorchEngine:
+        """An engine of the same kind for another group."""
+        return TorchEngine(group)
+
     def gone(self) -> str:
         # Connections break before the process that held them is gone from the process table: look for a while.
         here = socket.gethostname()
@@ -161,7 +170,7 @@ def node_engine(engine: Engine, hierarchy: str | tuple[int, int]) -> tuple[Engin
     if per_node == 1:
         return SingleEngine(), every
     mine, _ = dist.new_subgroups(per_node)
-    return TorchEngine(mine), every
+    return engine.within(mine), every
 
 
 def engine_for(group: dist.ProcessGroup | None) -> Engine | SingleEngine:
