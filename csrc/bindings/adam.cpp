@@ -59,7 +59,8 @@ class AdamPlan {
 
   // `first`: on a GPU, for each chunk of adam_chunk elements the first segment that ends behind its begin.
   void add_bucket(Flat weight, Flat grad, Flat exp_avg, Flat exp_avg_sq, std::optional<Flat> max_exp_avg_sq,
-                  std::optional<Flat> frozen_sq, std::optional<Flat> param, std::optional<First> first, int64_t row, int64_t rows) {
+                  std::optional<Flat> frozen_sq, std::optional<Flat> param, std::optional<First> first, int64_t row,
+                  int64_t rows) {
     const int64_t n = weight.shape(0);
     far::AdamBucket b{};
     b.numel = n;

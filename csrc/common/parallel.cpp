@@ -85,8 +85,8 @@ class Pool {
 };
 
 // torch's OpenMP threads, borrowed. They spin for milliseconds after each of torch's operations, and workers of our own
-// would have to share the cores with them: an Adam step behind a backward pass then took 8 % longer (2 cores). On the same
-// threads there is nobody to wait for. GOMP_parallel is the entry that compiled `#pragma omp parallel` calls.
+// would have to share the cores with them: an Adam step behind a backward pass then took 8 % longer (2 cores). On the
+// same threads there is nobody to wait for. GOMP_parallel is the entry that compiled `#pragma omp parallel` calls.
 using GompParallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
 
 GompParallel find_gomp() {

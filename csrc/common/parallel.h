@@ -1,5 +1,5 @@
-// Threads for the CPU loops: torch's own OpenMP threads where torch is loaded, else a small pool of std::thread. Nothing
-// is linked against OpenMP, so the extension works, and has no second OpenMP runtime, with any torch or none.
+// Threads for the CPU loops: torch's own OpenMP threads where torch is loaded, else a small pool of std::thread.
+// Nothing is linked against OpenMP: the extension works, and has no second OpenMP runtime, with any torch or none.
 #pragma once
 
 #include <cstdint>

@@ -48,9 +48,9 @@ __device__ inline void store_moments(const AdamBucket& b, int64_t i, const float
 
 // One block per chunk of the bucket; `first` says with which segment a chunk begins, so that no thread searches.
 // Arrays are padded to whole vectors and segments begin at multiples of four elements, so a vector never crosses from
-// one segment into the next; the last vector of a segment also updates its padding, whose gradient and state are
-// zero and stay so: it divides zero by eps, or with eps = 0 by zero, and hence must not be stored. It is masked.
-// `plain`: float32 throughout, no amsgrad, nothing frozen, no second output: the common case, with 128-bit accesses alone.
+// one segment into the next. The last vector of a segment may reach into padding, which is masked: with eps = 0 it
+// would divide zero by zero.
+// `plain`: float32 throughout, no amsgrad, nothing frozen, no second output: the common case, 128-bit accesses alone.
 template <bool plain>
 __global__ void __launch_bounds__(threads) adam_kernel(AdamBucket b) {
   const int64_t chunk_begin = int64_t(blockIdx.x) * adam_chunk;

@@ -1,5 +1,6 @@
 // One element, and the per-parameter coefficients, of Adam / AdamW (Kingma & Ba 2015, Algorithm 1; Loshchilov & Hutter
-// 2019; amsgrad: Reddi et al. 2018), with bias correction by carried masses: alpha = lr / a, inv_sqrt_mass = 1 / sqrt(b).
+// 2019; amsgrad: Reddi et al. 2018), with bias correction by carried masses: alpha = lr / a and
+// inv_sqrt_mass = 1 / sqrt(b).
 // AdamW's decay is subtracted together with the update, so that the parameter is rounded once.
 #pragma once
 
