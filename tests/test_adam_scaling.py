@@ -268,7 +268,7 @@ def test_an_unknown_second_output_is_refused_before_anything_changes():
     p.grad.fill_(1)
     with pytest.raises(far.InputError, match="add_state"):
         opt.step(out="snapshot")
-    assert opt.read_rows().tolist() == [[0, 0, 0]]
+    assert opt.read_rows().tolist() == [[0, 0, 0, 0]]
 
 
 def test_the_second_output_takes_weights_written_by_hand():
