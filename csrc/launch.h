@@ -31,6 +31,7 @@ struct AdamCoefficients {
 struct AdamSegment {
   int64_t begin, end;    // elements of the bucket
   double mass, mass_sq;  // sums of the weights inside exp_avg and exp_avg_sq: 1 - beta^steps in plain Adam
+  double frozen_mass;    // that of frozen_sq; 0 as long as exp_avg_sq itself is used
   float step;            // torch's counter
   int32_t group;         // row of the group table
   int32_t live;          // has a gradient
@@ -54,6 +55,7 @@ struct AdamBucket {
   void* exp_avg;
   void* exp_avg_sq;
   float* max_exp_avg_sq;     // amsgrad, else null
+  const float* frozen_sq;    // divides the update in place of exp_avg_sq where a segment says so; or null
   void* param;               // of grad_type, where `weight` is a master; else null
   void* out;                 // second copy of the new weights, or null
   Dtype grad_type, moment_type, out_type;

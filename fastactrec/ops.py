@@ -50,6 +50,7 @@ ADAM_SEGMENT = np.dtype(
         ("begin", "<i8"),
         ("end", "<i8"),
         ("masses", "<f8", 2),
+        ("frozen_mass", "<f8"),
         ("step", "<f4"),
         ("group", "<i4"),
         ("live", "<i4"),
@@ -82,7 +83,7 @@ class AdamPlan:
     """The buckets of one device and their tables, checked once; then each step costs the host little.
 
     Args:
-        segments: uint8 [S, 96], rows of ADAM_SEGMENT, sorted by bucket and begin, which are multiples of 4;
+        segments: uint8 [S, 104], rows of ADAM_SEGMENT, sorted by bucket and begin, which are multiples of 4;
             elements of no segment are left alone.
         groups: uint8 [G, 56], rows of ADAM_GROUP; both on the device of the buckets.
         host_segments: ADAM_SEGMENT [S], the same on the host.
@@ -93,9 +94,10 @@ class AdamPlan:
     def __init__(self, segments: Tensor, groups: Tensor, host_segments: np.ndarray):
         _require_device(segments, "adam")
         self._device = segments
-        self._plan = _ext.AdamPlan(_array(segments), _array(groups), host_segments.view(np.uint8).reshape(-1, 96))
+        rows = host_segments.view(np.uint8).reshape(len(host_segments), -1)
+        self._plan = _ext.AdamPlan(_array(segments), _array(groups), rows)
 
-    def add_bucket(self, weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, param, first, row, rows) -> None:
+    def add_bucket(self, weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, frozen_sq, param, first, row, rows) -> None:
         """Adds a bucket of N elements whose segments are rows [row, row + rows) of the table.
 
         Args:
@@ -103,11 +105,12 @@ class AdamPlan:
             grad: float32, bfloat16 or float16 [N].
             exp_avg, exp_avg_sq: float32 or bfloat16 [N], the latter rounded stochastically.
             max_exp_avg_sq: float32 [N] for amsgrad, or None.
+            frozen_sq: float32 [N], used in place of exp_avg_sq where a row's frozen_mass is not 0; or None.
             param: [N] of grad's type where that is not float32, else None; gets the rounded weight.
             first: on a GPU int32 [ceil(N / ADAM_CHUNK)], for each chunk the first segment that ends behind its
                 begin; else None.
         """
-        arrays = (weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, param, first)
+        arrays = (weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, frozen_sq, param, first)
         self._plan.add_bucket(*map(_array, arrays), row, rows)
 
     def advance(self, grad_scale=None, found_inf=None, squares=None, max_norm: float = 0.0) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fastactrec as far
-from fastactrec.optim.averaging import WEIGHT_GRID, exact_weights
+from fastactrec.optim.agreement import WEIGHT_GRID, exact_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:FlatBuckets was built from bare parameters")
 

@@ -59,7 +59,7 @@ class AdamPlan {
 
   // `first`: on a GPU, for each chunk of adam_chunk elements the first segment that ends behind its begin.
   void add_bucket(Flat weight, Flat grad, Flat exp_avg, Flat exp_avg_sq, std::optional<Flat> max_exp_avg_sq,
-                  std::optional<Flat> param, std::optional<First> first, int64_t row, int64_t rows) {
+                  std::optional<Flat> frozen_sq, std::optional<Flat> param, std::optional<First> first, int64_t row, int64_t rows) {
     const int64_t n = weight.shape(0);
     far::AdamBucket b{};
     b.numel = n;
@@ -75,6 +75,11 @@ class AdamPlan {
     if (max_exp_avg_sq) {
       FAR_REQUIRE(type_of(*max_exp_avg_sq, "max_exp_avg_sq") == far::Dtype::f32, "adam: max_exp_avg_sq is not float32");
       b.max_exp_avg_sq = static_cast<float*>(checked(*max_exp_avg_sq, "max_exp_avg_sq", n));
+    }
+    if (frozen_sq) {
+      FAR_REQUIRE(type_of(*frozen_sq, "frozen_sq") == far::Dtype::f32, "adam: frozen_sq is not float32");
+      FAR_REQUIRE(!max_exp_avg_sq, "adam: amsgrad and a frozen second moment exclude each other");
+      b.frozen_sq = static_cast<float*>(checked(*frozen_sq, "frozen_sq", n));
     }
     FAR_REQUIRE(bool(param) == (b.grad_type != far::Dtype::f32),
                 "adam: a parameter beside its weight is for gradients smaller than float32, and needed there");
@@ -203,7 +208,8 @@ void bind_adam(nb::module_& m) {
       .def(nb::init<Bytes, Bytes, HostBytes>(), "segments"_a.noconvert(), "groups"_a.noconvert(),
            "host_segments"_a.noconvert())
       .def("add_bucket", &AdamPlan::add_bucket, "weight"_a.noconvert(), "grad"_a.noconvert(), "exp_avg"_a.noconvert(),
-           "exp_avg_sq"_a.noconvert(), "max_exp_avg_sq"_a.noconvert().none(), "param"_a.noconvert().none(),
+           "exp_avg_sq"_a.noconvert(), "max_exp_avg_sq"_a.noconvert().none(),
+           "frozen_sq"_a.noconvert().none(), "param"_a.noconvert().none(),
            "first"_a.noconvert().none(), "row"_a, "rows"_a)
       .def("advance", &AdamPlan::advance, "grad_scale"_a.noconvert().none(), "found_inf"_a.noconvert().none(),
            "squares"_a.noconvert().none(), "max_norm"_a, "cuda_stream"_a)

@@ -30,12 +30,15 @@ void store_moments(const float* exp_avg, const float* exp_avg_sq, const AdamBuck
 }
 
 void update_floats(float* __restrict__ weight, const float* __restrict__ grad, float* __restrict__ exp_avg,
-                   float* __restrict__ exp_avg_sq, float* __restrict__ max_exp_avg_sq, const AdamCoefficients& now,
-                   int64_t n) {
+                   float* __restrict__ exp_avg_sq, float* __restrict__ max_exp_avg_sq,
+                   const float* __restrict__ frozen_sq, const AdamCoefficients& now, int64_t n) {
   const AdamCoefficients c = now;
   if (max_exp_avg_sq)
     for (int64_t i = 0; i < n; ++i)
-      adam_update(weight[i], grad[i], exp_avg[i], exp_avg_sq[i], max_exp_avg_sq + i, c);
+      adam_update(weight[i], grad[i], exp_avg[i], exp_avg_sq[i], max_exp_avg_sq + i, nullptr, c);
+  else if (frozen_sq)
+    for (int64_t i = 0; i < n; ++i)
+      adam_update(weight[i], grad[i], exp_avg[i], exp_avg_sq[i], nullptr, frozen_sq + i, c);
   else {
     const int64_t whole = n / line * line;
     for (int64_t i = 0; i < whole; i += line) {
@@ -44,18 +47,19 @@ void update_floats(float* __restrict__ weight, const float* __restrict__ grad, f
       __builtin_prefetch(exp_avg + i + ahead, 1);
       __builtin_prefetch(exp_avg_sq + i + ahead, 1);
       for (int64_t k = i; k < i + line; ++k)
-        adam_update(weight[k], grad[k], exp_avg[k], exp_avg_sq[k], nullptr, c);
+        adam_update(weight[k], grad[k], exp_avg[k], exp_avg_sq[k], nullptr, nullptr, c);
     }
-    for (int64_t i = whole; i < n; ++i) adam_update(weight[i], grad[i], exp_avg[i], exp_avg_sq[i], nullptr, c);
+    for (int64_t i = whole; i < n; ++i) adam_update(weight[i], grad[i], exp_avg[i], exp_avg_sq[i], nullptr, nullptr, c);
   }
 }
 
 void update_range(const AdamBucket& b, const AdamSegment& s, int64_t begin, int64_t end) {
   const bool floats = b.grad_type == Dtype::f32 && b.moment_type == Dtype::f32;
+  const float* frozen_sq = s.frozen_mass > 0 ? b.frozen_sq : nullptr;
   if (floats && !b.out) {
     update_floats(b.weight + begin, static_cast<const float*>(b.grad) + begin, static_cast<float*>(b.exp_avg) + begin,
                   static_cast<float*>(b.exp_avg_sq) + begin, b.max_exp_avg_sq ? b.max_exp_avg_sq + begin : nullptr,
-                  s.now, end - begin);
+                  frozen_sq ? frozen_sq + begin : nullptr, s.now, end - begin);
     return;
   }
   float grad[block], exp_avg[block], exp_avg_sq[block];
@@ -64,7 +68,8 @@ void update_range(const AdamBucket& b, const AdamSegment& s, int64_t begin, int6
     const float* g = load_floats(b.grad, b.grad_type, at, n, grad);
     float* m = load_floats(b.exp_avg, b.moment_type, at, n, exp_avg);
     float* v = load_floats(b.exp_avg_sq, b.moment_type, at, n, exp_avg_sq);
-    update_floats(b.weight + at, g, m, v, b.max_exp_avg_sq ? b.max_exp_avg_sq + at : nullptr, s.now, n);
+    update_floats(b.weight + at, g, m, v, b.max_exp_avg_sq ? b.max_exp_avg_sq + at : nullptr,
+                  frozen_sq ? frozen_sq + at : nullptr, s.now, n);
     if (b.moment_type != Dtype::f32) store_moments(m, v, b, s.now, at, at - s.begin, n);
     if (b.param) store_floats(b.weight + at, b.param, b.grad_type, at, n);
     if (b.out) store_floats(b.weight + at, b.out, b.out_type, at, n);

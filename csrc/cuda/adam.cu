@@ -50,7 +50,7 @@ __device__ inline void store_moments(const AdamBucket& b, int64_t i, const float
 // Arrays are padded to whole vectors and segments begin at multiples of four elements, so a vector never crosses from
 // one segment into the next; the last vector of a segment also updates its padding, whose gradient and state are
 // zero and stay so: it divides zero by eps, or with eps = 0 by zero, and hence must not be stored. It is masked.
-// `plain`: float32 throughout, no amsgrad, no second output: the common case, with 128-bit accesses alone.
+// `plain`: float32 throughout, no amsgrad, nothing frozen, no second output: the common case, with 128-bit accesses alone.
 template <bool plain>
 __global__ void __launch_bounds__(threads) adam_kernel(AdamBucket b) {
   const int64_t chunk_begin = int64_t(blockIdx.x) * adam_chunk;
@@ -71,11 +71,13 @@ __global__ void __launch_bounds__(threads) adam_kernel(AdamBucket b) {
         float4 v = load4(b.exp_avg_sq, plain ? Dtype::f32 : b.moment_type, i);
         const bool amsgrad = !plain && b.max_exp_avg_sq;
         float4 x = amsgrad ? load4(b.max_exp_avg_sq, Dtype::f32, i) : make_float4(0.f, 0.f, 0.f, 0.f);
+        const bool frozen = !plain && b.frozen_sq && s.frozen_mass > 0;
+        const float4 f = frozen ? load4(b.frozen_sq, Dtype::f32, i) : make_float4(0.f, 0.f, 0.f, 0.f);
         const int64_t rest = end - at;
-        adam_update(w.x, g.x, m.x, v.x, amsgrad ? &x.x : nullptr, c);
-        if (rest > 1) adam_update(w.y, g.y, m.y, v.y, amsgrad ? &x.y : nullptr, c);
-        if (rest > 2) adam_update(w.z, g.z, m.z, v.z, amsgrad ? &x.z : nullptr, c);
-        if (rest > 3) adam_update(w.w, g.w, m.w, v.w, amsgrad ? &x.w : nullptr, c);
+        adam_update(w.x, g.x, m.x, v.x, amsgrad ? &x.x : nullptr, frozen ? &f.x : nullptr, c);
+        if (rest > 1) adam_update(w.y, g.y, m.y, v.y, amsgrad ? &x.y : nullptr, frozen ? &f.y : nullptr, c);
+        if (rest > 2) adam_update(w.z, g.z, m.z, v.z, amsgrad ? &x.z : nullptr, frozen ? &f.z : nullptr, c);
+        if (rest > 3) adam_update(w.w, g.w, m.w, v.w, amsgrad ? &x.w : nullptr, frozen ? &f.w : nullptr, c);
         store4(b.weight, Dtype::f32, i, w);
         if (plain) {
           store4(b.exp_avg, Dtype::f32, i, m);
@@ -132,7 +134,7 @@ void adam_advance(AdamSegment* segments, int64_t count, const AdamGroup* groups,
 void adam_update(const AdamBucket& bucket, void* cuda_stream) {
   if (bucket.numel == 0 || bucket.count == 0) return;
   const bool plain = bucket.grad_type == Dtype::f32 && bucket.moment_type == Dtype::f32 && !bucket.max_exp_avg_sq &&
-                     !bucket.param && !bucket.out;
+                     !bucket.frozen_sq && !bucket.param && !bucket.out;
   launch(plain ? adam_kernel<true> : adam_kernel<false>, blocks_for(bucket.numel, adam_chunk), dim3(threads),
          cuda_stream, bucket);
 }

@@ -26,7 +26,7 @@ FAR_HD void adam_advance(AdamSegment& s, const AdamGroup& group, const AdamScale
     factor *= clip > 1 ? 1.0 : clip;
   }
   c.alpha = float(group.lr / s.mass);
-  c.inv_sqrt_mass = float(1 / sqrt(s.mass_sq));
+  c.inv_sqrt_mass = float(1 / sqrt(s.frozen_mass > 0 ? s.frozen_mass : s.mass_sq));
   c.beta1 = float(group.beta1);
   c.beta2 = float(group.beta2);
   c.one_minus_beta1 = float(1 - group.beta1);
@@ -38,9 +38,9 @@ FAR_HD void adam_advance(AdamSegment& s, const AdamGroup& group, const AdamScale
   c.seed = mix_bits(s.key * 0x9e3779b9u + uint32_t(s.step));
 }
 
-// `max_exp_avg_sq` is null without amsgrad.
+// `max_exp_avg_sq` is null without amsgrad, `frozen_sq` unless it takes the place of exp_avg_sq.
 FAR_HD void adam_update(float& weight, float grad, float& exp_avg, float& exp_avg_sq, float* max_exp_avg_sq,
-                        const AdamCoefficients& c) {
+                        const float* frozen_sq, const AdamCoefficients& c) {
   const float w = weight;
   const float g = grad * c.grad_factor + c.l2 * w;
   const float m = c.beta1 * exp_avg + c.one_minus_beta1 * g;
@@ -53,6 +53,7 @@ FAR_HD void adam_update(float& weight, float grad, float& exp_avg, float& exp_av
     largest = v < before || before != before ? before : v;
     *max_exp_avg_sq = largest;
   }
+  if (frozen_sq) largest = *frozen_sq;
   weight = w - (c.alpha * m / (sqrtf(largest) * c.inv_sqrt_mass + c.eps) + c.decay * w);
 }
 

@@ -93,12 +93,12 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._complete = True
         count = len(self.buckets.params)
-        self._parked = np.zeros((count, 3))  # masses and step of parameters that are frozen
+        self._parked = np.zeros((count, 4))  # rows as in read_rows() of parameters that are frozen
         self._seen = np.zeros(count, bool)  # parameters that have state
         self._versions = np.full(count, -1)  # of small parameters whose masters are right
         for name in MOMENTS:
             self.buckets.add_state(name, moments_dtype)
-        self._plans: list[DevicePlan] = []
+        self.plans: list[DevicePlan] = []
         self.buckets.listeners.add(self)
         self._check_groups()
         self.rebind()
@@ -152,7 +152,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._follow_small()
         groups, rates = self._group_table()
         touched = self.buckets.touched
-        for plan in self._plans:
+        for plan in self.plans:
             if plan.set_live(touched) or out:
                 plan.set_groups(groups, rates)
                 plan.advance(grad_scale, found_inf, squares, self.max_norm or 0.0)
@@ -206,6 +206,13 @@ class FusedAdam(torch.optim.Optimizer):
     def _amsgrad_groups(self) -> set[int]:
         return {g for g, group in enumerate(self.param_groups) if group["amsgrad"]}
 
+    def publish_stepped(self) -> None:
+        """Publishes what averaging may have given steps to. Where reading the steps would wait for a device, all of its
+        parameters: one without a step is as if it had no state."""
+        for plan in self.plans:
+            stepped = plan.steps.numpy() > 0 if plan.device.type == "cpu" else slice(None)
+            self.publish(plan.index[stepped])
+
     def _views(self, i: int) -> dict[str, Tensor]:
         names = [name for name in STATE if name in MOMENTS or self.buckets.has(name, i)]
         return {name: self.buckets.view(name, i) for name in names}
@@ -219,38 +226,58 @@ class FusedAdam(torch.optim.Optimizer):
         by_device: dict[torch.device, list[Bucket]] = {}
         for bucket in self.buckets:
             by_device.setdefault(bucket.device, []).append(bucket)
-        self._plans = [DevicePlan(buckets, len(self.param_groups), amsgrad) for buckets in by_device.values()]
-        self._row = {int(i): (plan, row) for plan in self._plans for row, i in enumerate(plan.index)}
+        self.plans = [DevicePlan(buckets, len(self.param_groups), amsgrad) for buckets in by_device.values()]
+        self._row = {int(i): (plan, row) for plan in self.plans for row, i in enumerate(plan.index)}
         self._small = [int(i) for bucket in self.buckets if _is_small(bucket) for i in bucket.index]
         self._versions[:] = -1
         self.write_rows(kept)
         self.publish(np.flatnonzero(self._seen))
 
     def read_rows(self) -> np.ndarray:
-        """float64 [P, 3]: the masses of exp_avg and exp_avg_sq and the step of every parameter of buckets.params, a
-        copy; waits for the device."""
+        """float64 [P, 4], a copy: the masses of exp_avg and exp_avg_sq, the step and the mass of frozen_sq of every
+        parameter of buckets.params; waits for the device."""
         rows = self._parked.copy()
-        for plan in self._plans:
+        for plan in self.plans:
             rows[plan.index, :2] = plan.masses.cpu().numpy()
             rows[plan.index, 2] = plan.steps.cpu().numpy()
+            rows[plan.index, 3] = plan.frozen_masses.cpu().numpy()
         return rows
 
     def write_rows(self, rows: np.ndarray) -> None:
         """Takes what read_rows() gives."""
         self._parked = np.array(rows, np.float64)
-        for plan in self._plans:
+        for plan in self.plans:
             plan.masses.copy_(torch.from_numpy(self._parked[plan.index, :2]))
             plan.steps.copy_(torch.from_numpy(self._parked[plan.index, 2]))
+            plan.frozen_masses.copy_(torch.from_numpy(self._parked[plan.index, 3]))
 
     def reset_moments(self) -> None:
         """Starts the moments of the trainable parameters anew, as if no step had been taken."""
-        for plan in self._plans:
+        for plan in self.plans:
             plan.masses.zero_()
+            plan.frozen_masses.zero_()
             plan.steps.zero_()
         for bucket in self.buckets:
             for name in (*MOMENTS, "max_exp_avg_sq"):
                 if name in bucket.flat:
                     bucket.flat[name].zero_()
+
+    @torch.no_grad()
+    def freeze_second_moment(self) -> None:
+        """Divides by exp_avg_sq as it is now until the next call; exp_avg_sq itself goes on changing.
+
+        Raises:
+            InputError: a group uses amsgrad.
+        """
+        if self._amsgrad:
+            raise InputError("amsgrad=True and a frozen second moment exclude each other")
+        if not all("frozen_sq" in bucket.flat for bucket in self.buckets):
+            self.buckets.add_state("frozen_sq")
+            self.rebind()
+        for bucket in self.buckets:
+            bucket.flat["frozen_sq"].copy_(bucket.flat["exp_avg_sq"])
+        for plan in self.plans:
+            plan.frozen_masses.copy_(plan.masses[:, 1])
 
     def state_dict(self) -> dict:
         """torch.optim.Adam's layout, own copies; plus the masses (float) per parameter."""
@@ -294,7 +321,7 @@ class FusedAdam(torch.optim.Optimizer):
             self._seen[i] = True
             betas = self.param_groups[self.buckets.group_of[i]]["betas"]
             masses = [_mass(entry, name, float(beta)) for name, beta in zip(MASSES, betas, strict=True)]
-            rows[i] = *masses, float(entry["step"])
+            rows[i] = *masses, float(entry["step"]), 0.0
             for name, view in self._views(i).items():
                 if name in entry:
                     view.copy_(entry[name])

@@ -26,7 +26,9 @@ class DevicePlan:
         amsgrad: those of them that use max_exp_avg_sq.
     Attributes:
         index: int64 [S], the parameters, as indices into ``FlatBuckets.params``; a row of the table each.
+        groups: int64 [S], their parameter groups.
         masses: float64 [S, 2], of exp_avg and exp_avg_sq; a view of the table.
+        frozen_masses: float64 [S], of frozen_sq.
         steps: float32 [S], likewise.
     """
 
@@ -37,11 +39,13 @@ class DevicePlan:
         table = np.zeros(len(self.index), ops.ADAM_SEGMENT)
         table["begin"] = np.concatenate([bucket.begin for bucket in buckets])
         table["end"] = np.concatenate([bucket.end for bucket in buckets])
-        table["group"] = np.repeat([bucket.group for bucket in buckets], [len(bucket.index) for bucket in buckets])
+        self.groups = np.repeat([bucket.group for bucket in buckets], [len(bucket.index) for bucket in buckets])
+        table["group"] = self.groups
         table["key"] = self.index
         # NumPy's memory on the CPU: the table and its views share it, and are written without torch's overhead.
         self._rows = torch.from_numpy(table.view(np.uint8).reshape(len(table), -1)).to(self.device)
         self.masses = self._rows.view(torch.float64)[:, WORDS["masses"] // 2 :][:, :2]
+        self.frozen_masses = self._rows.view(torch.float64)[:, WORDS["frozen_mass"] // 2]
         self.steps = self._rows.view(torch.float32)[:, WORDS["step"]]
         self._live = self._rows.view(torch.int32)[:, WORDS["live"]]
         self._host_live = np.zeros(len(table), np.int32)
@@ -62,6 +66,7 @@ class DevicePlan:
                 flat["exp_avg"],
                 flat["exp_avg_sq"],
                 flat["max_exp_avg_sq"] if bucket.group in amsgrad else None,
+                flat.get("frozen_sq"),
                 flat["param"] if small else None,
                 first,
                 row,

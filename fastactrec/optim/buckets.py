@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
 from .. import ops
+from ..errors import InputError
 from .layout import ALIGN_BYTES, Bucket, align_of, allocate, collect_params, dense_stride, plan_buckets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -246,6 +246,13 @@ class FlatBuckets:
         for _, p, _, grad in self._watch:
             if p.grad is not None:
                 p.grad = grad
+
+    def touch(self, index: Iterable[int]) -> None:
+        """Counts these parameters as having a gradient: zero where they had none. Call settle() before."""
+        for i in index:
+            if not self.touched[i] and i in self._home:
+                self.params[i].grad = self._grads[i]
+                self.touched[i] = True
 
     def settle(self) -> None:
         """Checks that parameters and gradients are still the buckets' views; zeroes views without a gradient.

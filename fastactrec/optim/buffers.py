@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from .engines import Engine
+from .reduction import scale
 
 
 class ModelBuffers:
@@ -71,11 +72,3 @@ class ModelBuffers:
                     buffer.copy_(part.view(buffer.shape))
 
         return finish
-
-
-def scale(tensor: Tensor, weight: float) -> None:
-    """In place; a weight of 0 also silences inf and NaN."""
-    if weight == 0:
-        tensor.zero_()
-    elif weight != 1:
-        tensor.mul_(weight)
