@@ -1,6 +1,7 @@
 """Limited links for benchmarks (bench/links.py): namespaces come and go, and the limit limits."""
 
 import importlib.util
+import json
 import signal
 import subprocess
 import sys
@@ -95,6 +96,29 @@ def ended(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+@pytest.mark.slow
+def test_ranks_send_what_the_formula_says(links, tmp_path):
+    """The whole comparison, small: two ranks over 1 Gb/s; the ranks check that they hold the same parameters."""
+    out = tmp_path / "links.json"
+    words = ["--ranks", "2", "--rates", "1gbit", "--arms", "ddp,kavg-8", "--size", "32", "--batch", "2"]
+    words += ["--arch", "shufflenet_v2_x0_5"]
+    command = [sys.executable, str(SCRIPT.parent.parent / "profiling" / "links.py"), *words, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    session = json.loads(out.read_text())["sessions"][0]
+    figures = session["rates"]["1gbit"]["arms"]
+    assert session["settings"]["elements"] == 1_366_792  # torchvision's number
+    for arm, averagings in (("ddp", 8), ("kavg-8", 1)):  # in a turn of 8 steps
+        for turn in figures[arm]["turns"]:
+            parameters = 4 * 1_366_792 * averagings  # two ranks send 2 * 1/2 of them
+            payload = [b - 66 * p for b, p in zip(turn["tx_bytes"], turn["tx_packets"], strict=True)]
+            assert payload == pytest.approx([parameters, parameters], rel=0.05)
+            assert turn["formula_bytes"] == pytest.approx(parameters, rel=0.05)
+            assert len(turn["blocked_s"][0]) == 8
+            assert min(map(sum, turn["blocked_s"])) > 0
+    assert "## shufflenet_v2_x0_5, 2 ranks, links of 1gbit" in out.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize("rate", ["100", "fast", "-1mbit", "0gbit", "100mbit extra"])
