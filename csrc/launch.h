@@ -67,6 +67,29 @@ struct AdamBucket {
 
 constexpr int64_t squares_chunk = 1 << 14;  // elements summed into one partial result
 
+constexpr int64_t quantise_block = 256;  // elements that share a scale
+
+// values -> payload; kernels/quantise.h describes both.
+struct QuantiseArgs {
+  const float* values;
+  const float* reference;  // subtracted; null: zero
+  float* residual;         // added, then what the payload lacks; null: dropped
+  uint8_t* payload;        // aligned to 16 bytes
+  float factor;            // payload holds factor * (values - reference) + residual
+  int bits;                // 16, 8 or 4
+  int64_t numel;
+};
+
+// payloads -> sum
+struct DequantiseArgs {
+  const uint8_t* payloads;  // aligned to 16 bytes
+  int64_t rows, stride;     // bytes from one row to the next, a multiple of 16
+  const float* base;        // added to the sum of all rows; null: zero
+  float* out;               // may be base
+  int bits;
+  int64_t numel;
+};
+
 // TV-L1 optical flow of a batch of image pairs, contiguous; `bytes`: the images are uint8, else float32 in 0..255.
 struct Tvl1Args {
   const void* prev;  // [pairs, height, width]
@@ -89,15 +112,19 @@ void adam_advance(AdamSegment* segments, int64_t count, const AdamGroup* groups,
 void adam_update(const AdamBucket* buckets, int64_t count, int threads);  // all buckets in one parallel region
 // Partial sums of squares in double, one per squares_chunk elements; the order of additions is fixed.
 void sum_squares(const void* values, Dtype type, int64_t numel, double* partials, int threads);
+void quantise(const QuantiseArgs& args, int threads);
+void dequantise_sum(const DequantiseArgs& args, int threads);
 void tvl1(const Tvl1Args& args, int threads);
 }  // namespace cpu
 
 #ifdef FAR_WITH_CUDA
-namespace cuda {  // pointers into device memory, aligned to 16 bytes
+namespace cuda {  // pointers into device memory, aligned to 16 bytes where nothing else is said
 void adam_advance(AdamSegment* segments, int64_t count, const AdamGroup* groups, const AdamScale& scale,
                   void* cuda_stream);
 void adam_update(const AdamBucket& bucket, void* cuda_stream);
 void sum_squares(const void* values, Dtype type, int64_t numel, double* partials, void* cuda_stream);
+void quantise(const QuantiseArgs& args, void* cuda_stream);  // floats aligned to 4 bytes; to 16 is faster
+void dequantise_sum(const DequantiseArgs& args, void* cuda_stream);
 }  // namespace cuda
 #endif
 

@@ -149,6 +149,60 @@ def sum_squares(arrays: list[Tensor]) -> Tensor:
     return torch.stack(totals).sum() if totals else torch.zeros((), dtype=torch.float64)
 
 
+def payload_bytes(numel: int, bits: int) -> int:
+    """Bytes of quantise()'s payload for ``numel`` elements, a multiple of 16: whole blocks of 256 codes and, with 8 and
+    4 bits, a float32 scale per block."""
+    return _ext.payload_bytes(numel, bits)
+
+
+def quantise(
+    values: Tensor,
+    payload: Tensor,
+    *,
+    bits: int,
+    factor: float = 1.0,
+    reference: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """Writes y = factor * (values - reference) + residual into payload as small numbers, on the arrays' own device.
+
+    bits 16: bfloat16, rounded to nearest. bits 8 and 4: blocks of 256 elements share a scale, their largest magnitude
+    over 127 or 7, of which each element is the nearest multiple: off by half a scale at most. A block with an
+    infinity or NaN decodes to NaN in whole. The same bits on every device, instruction set and number of threads.
+
+    Args:
+        values: float32 [N], contiguous, as reference and residual are.
+        payload: uint8 [payload_bytes(N, bits)], contiguous, from a multiple of 16 bytes; written in whole.
+        factor: finite, rounded to float32.
+        reference: float32 [N]; None: zero.
+        residual: float32 [N], in place: what the payload now lacks, y - decoded(y), so that passing the same array
+            every time loses nothing (error feedback). None: lost.
+    Raises:
+        RuntimeError: bits, factor, a type, size, device or alignment does not fit, or what is written overlaps.
+        FastactrecError: arrays on a GPU, but this build has no CUDA kernels.
+    Source: csrc/kernels/quantise.h.
+    """
+    _require_device(values, "quantise")
+    arrays = map(_array, (values, payload))
+    options = map(_array, (reference, residual))
+    _ext.quantise(*arrays, bits, factor, *options, torch.get_num_threads(), _stream_handle(values))
+
+
+def dequantise_sum(payloads: Tensor, out: Tensor, *, bits: int, base: Tensor | None = None) -> None:
+    """out = base + the sum of what the rows of payloads decode to, added in float32 in the order of rows.
+
+    Args:
+        payloads: uint8 [n, payload_bytes(N, bits)], n >= 0; rows may lie apart, at multiples of 16 bytes.
+        out: float32 [N], contiguous; all NaNs in it are the same one.
+        base: float32 [N], may be out itself; None: zero.
+    Raises:
+        As quantise().
+    """
+    _require_device(out, "dequantise_sum")
+    arrays = map(_array, (payloads, out))
+    _ext.dequantise_sum(*arrays, bits, _array(base), torch.get_num_threads(), _stream_handle(out))
+
+
 def tvl1(
     prev: Tensor,
     next: Tensor,

@@ -6,6 +6,7 @@ python profiling/gpu_cases.py hashes | times | average prints one JSON object as
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 import fastactrec as far
+from fastactrec import ops
 
 SIZES = (0, 1, 31, 255, 257, 1023, 4097, 300_001)
 ADAM_BYTES = 28  # per parameter: param, grad and two moments are read, all but grad written
@@ -50,8 +52,26 @@ def adam_bits(device: str, dtype: torch.dtype = torch.float32, **options) -> str
     return digest(value for p in params for value in (p, *opt.state.get(p, {}).values()))
 
 
+def compression_bits(device: str, bits: int) -> str:
+    """Payloads, residual and sum of three rounds; a block of zeros and blocks with NaN and infinity are in it."""
+    generator = torch.Generator().manual_seed(0)
+    digests = []
+    for size in SIZES:
+        reference, residual = torch.randn(size, generator=generator).to(device), torch.zeros(size, device=device)
+        payloads = torch.empty(3, ops.payload_bytes(size, bits), dtype=torch.uint8, device=device)
+        for payload in payloads:
+            values = torch.randn(size, generator=generator)
+            values[257:512] = 0
+            values[600::3000], values[900::4000] = float("nan"), float("-inf")
+            ops.quantise(values.to(device), payload, bits=bits, factor=0.3, reference=reference, residual=residual)
+        out = torch.empty(size, device=device)
+        ops.dequantise_sum(payloads, out, bits=bits, base=reference)
+        digests += [payloads, residual, out]
+    return digest(digests)
+
+
 # Every operation whose result must not depend on the device: name -> function of the device, giving a digest.
-# Reductions are not here: their order, and with it the last bits, is the device's own.
+# Sums of squares are not here: their order, and with it the last bits, is the device's own.
 SAME_BITS: dict[str, Callable[[str], str]] = {
     "adam": adam_bits,
     "adam, weight decay": lambda device: adam_bits(device, weight_decay=0.1),
@@ -59,6 +79,7 @@ SAME_BITS: dict[str, Callable[[str], str]] = {
     "adam, bfloat16": lambda device: adam_bits(device, torch.bfloat16),
     "adam, float16": lambda device: adam_bits(device, torch.float16),
     "adam, bfloat16 moments": lambda device: adam_bits(device, moments_dtype=torch.bfloat16),
+    **{f"compression, {bits} bits": functools.partial(compression_bits, bits=bits) for bits in (16, 8, 4)},
 }
 
 
@@ -162,11 +183,37 @@ def adam_times(device: str, repeats: int, shapes: list[tuple[int, ...]] | None =
     words = ADAM_BYTES // 8 * numel  # read and written, so that the copy moves about as much
     source, target = torch.ones(words, device=device), torch.zeros(words, device=device)
     cases["device copy"] = 8 * words, lambda: target.copy_(source)
+    return timed("adam", cases, device, repeats)
+
+
+def compression_times(device: str, repeats: int, numel: int = 25_557_032) -> list[dict]:
+    """Quantising with reference and residual, and the sum of four ranks, on as many elements as ResNet-50 has."""
+    ranks = 4
+    generator = torch.Generator(device).manual_seed(0)
+    values, reference = (torch.randn(numel, generator=generator, device=device) for _ in range(2))
+    residual = torch.zeros(numel, device=device)
+    cases: dict[str, tuple[int, Callable[[], object]]] = {}
+    for bits in (16, 8, 4):
+        payloads = torch.empty(ranks, ops.payload_bytes(numel, bits), dtype=torch.uint8, device=device)
+        options = {"bits": bits, "factor": 0.25, "reference": reference, "residual": residual}
+        quantise = functools.partial(ops.quantise, values, payloads[0], **options)
+        for payload in payloads:
+            ops.quantise(values, payload, bits=bits)
+        add = functools.partial(ops.dequantise_sum, payloads, torch.empty_like(values), bits=bits, base=reference)
+        cases[f"quantise, {bits} bits"] = 16 * numel + payloads[0].numel(), quantise
+        cases[f"sum of {ranks}, {bits} bits"] = 8 * numel + payloads.numel(), add
+    source, target = values, torch.zeros_like(values)
+    cases["device copy"] = 8 * numel, lambda: target.copy_(source)
+    return timed("compression", cases, device, repeats)
+
+
+def timed(op: str, cases: dict[str, tuple[int, Callable[[], object]]], device: str, repeats: int) -> list[dict]:
+    """Cases: name -> (bytes moved, call); one of them is the device copy."""
     times = medians_ms({name: call for name, (_, call) in cases.items()}, device, repeats)
     rates = {name: moved / times[name] / 1e6 for name, (moved, _) in cases.items()}
     return [
         {
-            "op": "adam",
+            "op": op,
             "case": name,
             "bytes": moved,
             "median_ms": times[name],
@@ -179,7 +226,7 @@ def adam_times(device: str, repeats: int, shapes: list[tuple[int, ...]] | None =
 
 def times(device: str) -> dict:
     repeats = 50 if device != "cpu" else 3
-    return {"rows": adam_times(device, repeats), "repeats": repeats}
+    return {"rows": adam_times(device, repeats) + compression_times(device, repeats), "repeats": repeats}
 
 
 # Two ranks on one device: correctness only, since they share it.

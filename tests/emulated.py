@@ -24,7 +24,7 @@ import numpy as np
 
 REPO = Path(__file__).resolve().parent.parent
 CACHE = REPO / "build" / "emulated"
-KEPT = 40  # libraries in it; a session makes about ten
+KEPT = 40  # libraries in it; a session makes about twenty
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 # As the project compiles its CPU loops, so that results can be equal bit for bit; -O1 builds fast and keeps lines.
 FLAGS = ["-std=c++17", "-DFAR_EMULATE_CUDA", "-DFAR_WITH_CUDA", "-fPIC", "-shared", "-O1", "-g", "-Wall", "-Wextra"]

@@ -22,6 +22,7 @@ REGISTERS = {
     "adam_kernel<false>": 64,
     "advance_kernel": 64,
     "squares_kernel": 64,
+    **{f"{kernel}<{bits}>": 64 for kernel in ("quantise_kernel", "dequantise_kernel") for bits in (16, 8, 4)},
 }
 
 
@@ -57,6 +58,16 @@ def test_adam_moves_16_bytes_at_a_time(kernels):
     for kernel in (kernel for kernel in kernels if kernel.name == "adam_kernel<true>"):
         assert accesses(kernel.ptx, "ld")[0] == 4, "weight, gradient and two moments are read"
         assert accesses(kernel.ptx, "st") == (3, 0), "weight and two moments are written"
+
+
+def test_compression_reads_16_bytes_at_a_time(kernels):
+    for kernel in kernels:
+        if kernel.name.startswith("quantise_kernel"):
+            assert accesses(kernel.ptx, "ld")[0] == 6, "values, reference and residual, each for two groups of four"
+            assert accesses(kernel.ptx, "st")[0] == 2, "the residual"
+        elif kernel.name.startswith("dequantise_kernel"):
+            assert accesses(kernel.ptx, "ld")[0] == 2, "base"
+            assert accesses(kernel.ptx, "st")[0] >= 1, "out; the compiler may share one store"
 
 
 def test_the_emulator_is_tested_on_real_cuda(tmp_path):

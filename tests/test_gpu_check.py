@@ -60,6 +60,9 @@ def test_times_on_small_tensors(cases):
     assert rows[-1]["of_copy"] == 1
     assert all(row["median_ms"] > 0 for row in rows)
     assert rows[0]["bytes"] == 28 * 1193
+    rows = cases.compression_times("cpu", repeats=2, numel=1000)
+    assert [row["op"] for row in rows] == ["compression"] * 7
+    assert rows[2]["bytes"] == 16 * 1000 + 1024 + 16
 
 
 @pytest.mark.slow

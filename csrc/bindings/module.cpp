@@ -11,6 +11,7 @@
 namespace nb = nanobind;
 
 void bind_adam(nb::module_& m);
+void bind_quantise(nb::module_& m);
 void bind_tvl1(nb::module_& m);
 
 NB_MODULE(_ext, m) {
@@ -32,5 +33,6 @@ NB_MODULE(_ext, m) {
     return info;
   });
   bind_adam(m);
+  bind_quantise(m);
   bind_tvl1(m);
 }

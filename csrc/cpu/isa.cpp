@@ -9,6 +9,8 @@ namespace far {
 
 FAR_DECLARE_PER_ISA(adam_update, (const AdamBucket*, int64_t, int))
 FAR_DECLARE_PER_ISA(sum_squares, (const void*, Dtype, int64_t, double*, int))
+FAR_DECLARE_PER_ISA(quantise, (const QuantiseArgs&, int))
+FAR_DECLARE_PER_ISA(dequantise_sum, (const DequantiseArgs&, int))
 FAR_DECLARE_PER_ISA(tvl1, (const Tvl1Args&, int))
 
 namespace cpu {
@@ -50,6 +52,10 @@ void adam_update(const AdamBucket* buckets, int64_t count, int threads) {
 void sum_squares(const void* values, Dtype type, int64_t numel, double* partials, int threads) {
   FAR_CALL_PER_ISA(sum_squares, values, type, numel, partials, threads);
 }
+
+void quantise(const QuantiseArgs& args, int threads) { FAR_CALL_PER_ISA(quantise, args, threads); }
+
+void dequantise_sum(const DequantiseArgs& args, int threads) { FAR_CALL_PER_ISA(dequantise_sum, args, threads); }
 
 void tvl1(const Tvl1Args& args, int threads) { FAR_CALL_PER_ISA(tvl1, args, threads); }
 
