@@ -169,6 +169,28 @@ def test_a_replaced_gradient_is_refused():
         buckets.settle()
 
 
+@pytest.mark.parametrize("after_backward", [True, False])
+def test_a_gradient_whose_data_was_replaced_is_taken(after_backward):
+    model = net()
+    buckets = far.FlatBuckets(model)
+    if after_backward:
+        backward(model)
+    bias = model[4].bias
+    bias.grad.data = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    buckets.settle()
+    assert buckets.touched.tolist() == [after_backward] * 5 + [True]
+    assert buckets.view("grad", 5).tolist() == bias.grad.tolist() == [1, 2, 3, 4]
+    assert bias.grad.data_ptr() == buckets.view("grad", 5).data_ptr()
+    bias.grad.data = torch.ones(4)
+    buckets.zero_grad()
+    model.zero_grad()
+    backward(model)
+    expected = bias.grad.clone()
+    buckets.settle()
+    assert torch.equal(buckets.view("grad", 5), expected)
+    assert bias.grad.data_ptr() == buckets.view("grad", 5).data_ptr()
+
+
 def test_rebuild_keeps_values_gradients_and_state():
     model = net()
     buckets = far.FlatBuckets(model)
@@ -196,8 +218,8 @@ def test_rebuild_keeps_values_gradients_and_state():
 
 
 def test_other_types_are_refused_unless_frozen():
-    model = nn.Linear(3, 3).half()
-    with pytest.raises(far.InputError, match=r"weight is torch\.float16.*model\.float\(\)"):
+    model = nn.Linear(3, 3).double()
+    with pytest.raises(far.InputError, match=r"weight is torch\.float64.*model\.float\(\)"):
         far.FlatBuckets(model)
     model.weight.requires_grad_(False)
     model.bias.data = model.bias.data.float()

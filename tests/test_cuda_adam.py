@@ -49,6 +49,7 @@ class Variant:
     moments: torch.dtype = torch.float32
     out: torch.dtype | None = None
     amsgrad: bool = False
+    frozen: bool = False
     group: dict = field(default_factory=dict)  # of torch.optim.Adam
     grad_scale: float | None = None
     found_inf: float | None = None
@@ -60,6 +61,7 @@ VARIANTS = {
     "decay": Variant(group={"weight_decay": 0.1}),
     "decoupled": Variant(group={"weight_decay": 0.1, "decoupled_weight_decay": True}),
     "amsgrad": Variant(amsgrad=True, group={"maximize": True}),
+    "frozen": Variant(frozen=True),
     "bfloat16": Variant(grad=torch.bfloat16, out=torch.float32),
     "float16, scaled": Variant(grad=torch.float16, grad_scale=64.0, found_inf=0.0),
     "bfloat16 moments": Variant(moments=torch.bfloat16, amsgrad=True, out=torch.float16),
@@ -87,7 +89,8 @@ class Bucket:
         for key, size in enumerate(sizes):
             steps = key + 1
             masses = [1 - beta**steps for beta in HYPER["betas"]]
-            self.segments[key] = (begin, begin + size, masses, steps, 0, key % 3 != 2, key, b"")
+            frozen = 0.3 if variant.frozen and key % 2 == 0 else 0.0  # the others use exp_avg_sq
+            self.segments[key] = (begin, begin + size, masses, frozen, steps, 0, key % 3 != 2, key, b"")
             begin += -(-size // 32) * 32
         self.numel = begin
 
@@ -100,11 +103,16 @@ class Bucket:
             "exp_avg": random(0.1, variant.moments),
             "exp_avg_sq": random(0.1, variant.moments).square(),
             "max_exp_avg_sq": random(0.1).square() if variant.amsgrad else None,
-            "param": random(1.0, variant.grad) if variant.grad != torch.float32 else None,
+            "frozen_sq": random(0.1).square() if variant.frozen else None,
+            "param": None,
             "out": random(1.0, variant.out) if variant.out else None,
         }
         for name in ("weight", "exp_avg", "exp_avg_sq"):
             self.arrays[name][~self.inside()] = 3.0
+        if variant.grad != torch.float32:  # somebody wrote to about half of the parameters
+            written = (torch.rand(self.numel, generator=generator) < 0.5) & self.inside()
+            rounded = self.arrays["weight"].to(variant.grad)
+            self.arrays["param"] = torch.where(written, random(1.0, variant.grad), rounded)
         self.arrays["grad"][~self.inside()] = float("nan")  # whoever uses it spoils what it updates
         group = {"weight_decay": 0.0, "decoupled_weight_decay": False, "maximize": False, **variant.group}
         hyper = HYPER["lr"], *HYPER["betas"], HYPER["eps"], *map(float, group.values())
@@ -151,6 +159,10 @@ class Bucket:
         v = self.variant
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * v.amsgrad
         result = {name: self.arrays[name].double() for name in ["weight", *names]}
+        if (param := self.arrays["param"]) is not None:
+            kept = self.arrays["weight"].to(param.dtype) == param
+            followed = self.inside(lambda segment: v.out is not None or (segment["live"] and not v.found_inf))
+            result["weight"] = torch.where(kept | ~followed, result["weight"], param.double())
         factor = 1 / (v.grad_scale or 1)
         if v.max_norm is not None:
             factor *= min(1.0, v.max_norm / (math.sqrt(self.squares()) * factor + 1e-6))
@@ -164,6 +176,10 @@ class Bucket:
             opt.state[p] = {"step": torch.tensor(float(segment["step"])), **state}
             p.grad = self.arrays["grad"][where].double() * factor
             opt.step()
+            if segment["frozen_mass"]:
+                m, a = opt.state[p]["exp_avg"], 1 - HYPER["betas"][0] ** (float(segment["step"]) + 1)
+                root = (self.arrays["frozen_sq"].double()[where] / float(segment["frozen_mass"])).sqrt()
+                p.data = result["weight"][where] - HYPER["lr"] * m / a / (root + HYPER["eps"])
             for name, value in {"weight": p.detach(), **opt.state[p]}.items():
                 if name != "step":
                     result[name][where] = value
@@ -233,7 +249,7 @@ def test_sum_squares_is_the_same_in_every_order(kernels):
 
 
 # Faults in copies of the source; the text must be there, so that a change of the kernels is noticed here.
-BARRIER = "    __syncthreads();\n    if (threadIdx.x < width)"
+BARRIER = "    __syncthreads();\n    if (int(threadIdx.x) < width)"
 GRID = "return dim3(unsigned((items + each - 1) / each))"
 MASK = "if (rest > 3) adam_update"
 BOUND = "at < end; at += 4 * threads) {\n      const int64_t i"
@@ -241,7 +257,7 @@ SQUARES_BOUND = "at < end; at += 4 * threads) {\n    const float4 x"
 
 
 def test_a_missing_barrier_is_found():
-    library = emulated.build(SOURCES, patches={KERNELS: [(BARRIER, "    if (threadIdx.x < width)")]})
+    library = emulated.build(SOURCES, patches={KERNELS: [(BARRIER, "    if (int(threadIdx.x) < width)")]})
     for seed in SEEDS:
         with pytest.raises(AssertionError):
             check_squares(library, 40_001, torch.float32, seed)

@@ -56,8 +56,11 @@ def accesses(ptx: str, kind: str) -> tuple[int, int]:
 
 def test_adam_moves_16_bytes_at_a_time(kernels):
     for kernel in (kernel for kernel in kernels if kernel.name == "adam_kernel<true>"):
-        assert accesses(kernel.ptx, "ld")[0] == 4, "weight, gradient and two moments are read"
-        assert accesses(kernel.ptx, "st") == (3, 0), "weight and two moments are written"
+        loads, (stores, scalar_stores) = accesses(kernel.ptx, "ld")[0], accesses(kernel.ptx, "st")
+        copies = stores // 3  # of the loop: nvcc may unroll it, or split it by weight decay
+        assert copies >= 1
+        assert loads == 4 * copies, "weight, gradient and two moments are read"
+        assert (stores, scalar_stores) == (3 * copies, 0), "weight and two moments are written"
 
 
 def test_compression_reads_16_bytes_at_a_time(kernels):

@@ -15,6 +15,7 @@ void bind_quantise(nb::module_& m);
 void bind_tvl1(nb::module_& m);
 
 NB_MODULE(_ext, m) {
+  nb::set_leak_warnings(false);  // an optimizer that lives until the interpreter ends is no leak
   m.doc() = "Compiled operations of fastactrec; call them through fastactrec.ops.";
   m.def("build_info", [] {
     nb::dict info;

@@ -53,6 +53,15 @@ void update_floats(float* __restrict__ weight, const float* __restrict__ grad, f
   }
 }
 
+void follow_param(const AdamBucket& b, int64_t at, int64_t n) {
+  float* __restrict__ weight = b.weight + at;
+  const uint16_t* __restrict__ param = static_cast<const uint16_t*>(b.param) + at;
+  if (b.grad_type == Dtype::bf16)
+    for (int64_t i = 0; i < n; ++i) weight[i] = adam_follow(weight[i], param[i], Dtype::bf16);
+  else
+    for (int64_t i = 0; i < n; ++i) weight[i] = adam_follow(weight[i], param[i], Dtype::f16);
+}
+
 void update_range(const AdamBucket& b, const AdamSegment& s, int64_t begin, int64_t end) {
   const bool floats = b.grad_type == Dtype::f32 && b.moment_type == Dtype::f32;
   const float* frozen_sq = s.frozen_mass > 0 ? b.frozen_sq : nullptr;
@@ -65,6 +74,7 @@ void update_range(const AdamBucket& b, const AdamSegment& s, int64_t begin, int6
   float grad[block], exp_avg[block], exp_avg_sq[block];
   for (int64_t at = begin; at < end; at += block) {
     const int64_t n = std::min(block, end - at);
+    if (b.param) follow_param(b, at, n);
     const float* g = load_floats(b.grad, b.grad_type, at, n, grad);
     float* m = load_floats(b.exp_avg, b.moment_type, at, n, exp_avg);
     float* v = load_floats(b.exp_avg_sq, b.moment_type, at, n, exp_avg_sq);
@@ -82,8 +92,12 @@ void update_chunk(const AdamBucket& b, int64_t begin, int64_t end) {
       std::partition_point(b.segments, last, [&](const AdamSegment& segment) { return segment.end <= begin; });
   for (; s != last && s->begin < end; ++s) {
     const int64_t from = std::max(begin, s->begin), to = std::min(end, s->end);
-    if (s->now.active) update_range(b, *s, from, to);
-    else if (b.out) store_floats(b.weight + from, b.out, b.out_type, from, to - from);
+    if (s->now.active) {
+      update_range(b, *s, from, to);
+    } else if (b.out) {
+      if (b.param) follow_param(b, from, to - from);
+      store_floats(b.weight + from, b.out, b.out_type, from, to - from);
+    }
   }
 }
 

@@ -65,6 +65,12 @@ __global__ void __launch_bounds__(threads) adam_kernel(AdamBucket b) {
     for (int64_t at = begin + 4 * threadIdx.x; at < end; at += 4 * threads) {
       const int64_t i = at / 4;
       float4 w = load4(b.weight, Dtype::f32, i);
+      if (!plain && b.param) {
+        const ushort4 p = reinterpret_cast<const ushort4*>(b.param)[i];
+        w = make_float4(adam_follow(w.x, p.x, b.grad_type), adam_follow(w.y, p.y, b.grad_type),
+                        adam_follow(w.z, p.z, b.grad_type), adam_follow(w.w, p.w, b.grad_type));
+        if (!c.active) store4(b.weight, Dtype::f32, i, w);
+      }
       if (c.active) {
         const float4 g = load4(b.grad, plain ? Dtype::f32 : b.grad_type, i);
         float4 m = load4(b.exp_avg, plain ? Dtype::f32 : b.moment_type, i);
@@ -115,7 +121,7 @@ __global__ void __launch_bounds__(threads) squares_kernel(const void* values, Dt
   sums[threadIdx.x] = sum;
   for (int width = threads / 2; width > 0; width /= 2) {
     __syncthreads();
-    if (threadIdx.x < width) sums[threadIdx.x] += sums[threadIdx.x + width];
+    if (int(threadIdx.x) < width) sums[threadIdx.x] += sums[threadIdx.x + width];
   }
   if (threadIdx.x == 0) partials[blockIdx.x] = sums[0];
 }

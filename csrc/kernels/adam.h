@@ -42,7 +42,8 @@ FAR_HD void adam_advance(AdamSegment& s, const AdamGroup& group, const AdamScale
 FAR_HD void adam_update(float& weight, float grad, float& exp_avg, float& exp_avg_sq, float* max_exp_avg_sq,
                         const float* frozen_sq, const AdamCoefficients& c) {
   const float w = weight;
-  const float g = grad * c.grad_factor + c.l2 * w;
+  // Without decay the weight must not enter: zero times an infinite one would be NaN.
+  const float g = grad * c.grad_factor + (c.l2 != 0 ? c.l2 * w : 0.f);
   const float m = c.beta1 * exp_avg + c.one_minus_beta1 * g;
   const float v = c.beta2 * exp_avg_sq + c.one_minus_beta2 * (g * g);
   exp_avg = m;
@@ -54,7 +55,16 @@ FAR_HD void adam_update(float& weight, float grad, float& exp_avg, float& exp_av
     *max_exp_avg_sq = largest;
   }
   if (frozen_sq) largest = *frozen_sq;
-  weight = w - (c.alpha * m / (sqrtf(largest) * c.inv_sqrt_mass + c.eps) + c.decay * w);
+  const float decay = c.decay != 0 ? c.decay * w : 0.f;
+  weight = w - (c.alpha * m / (sqrtf(largest) * c.inv_sqrt_mass + c.eps) + decay);
+}
+
+// The master of a smaller parameter, or the parameter itself where somebody wrote to it: it is no longer the rounded
+// master. Compared as bits, so that a sign of zero and NaN count.
+FAR_HD float adam_follow(float master, uint16_t param, Dtype type) {
+  const bool bf16 = type == Dtype::bf16;
+  const uint16_t rounded = bf16 ? float_to_bf16(master) : float_to_f16(master);
+  return rounded == param ? master : bf16 ? bf16_to_float(param) : f16_to_float(param);
 }
 
 // Random bits for the two moments of element `i` of a parameter, from the parameter, the step and i alone: the same on

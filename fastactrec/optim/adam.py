@@ -21,10 +21,6 @@ STATE = (*MOMENTS, "max_exp_avg_sq", "master")  # flat buffers, the last two whe
 FIXED = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
 
-def _is_small(bucket: Bucket) -> bool:
-    return bucket.dtype != torch.float32
-
-
 class FusedAdam(torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015), or AdamW (Loshchilov & Hutter 2019) with ``decoupled=True``, as torch computes
     them.
@@ -35,7 +31,8 @@ class FusedAdam(torch.optim.Optimizer):
     left alone with its moments.
 
     bfloat16 and float16 parameters have float32 masters, which are what is optimised; writing to such a parameter
-    (``model.load_state_dict``) moves its master along at the next step.
+    in any way (``model.load_state_dict``, ``p.data.copy_()``) moves its master along at the next step: the kernel
+    keeps a master only where it still rounds to the parameter.
 
     ``torch.amp.GradScaler`` is understood: gradients are unscaled inside the step, and after an overflow nothing
     changes, not even step counts. Nothing waits for the device. ``p.grad`` itself stays scaled and unclipped.
@@ -95,7 +92,6 @@ class FusedAdam(torch.optim.Optimizer):
         count = len(self.buckets.params)
         self._parked = np.zeros((count, 4))  # rows as in read_rows() of parameters that are frozen
         self._seen = np.zeros(count, bool)  # parameters that have state
-        self._versions = np.full(count, -1)  # of small parameters whose masters are right
         for name in MOMENTS:
             self.buckets.add_state(name, moments_dtype)
         self.plans: list[DevicePlan] = []
@@ -125,10 +121,12 @@ class FusedAdam(torch.optim.Optimizer):
     def __getstate__(self) -> dict:
         raise InputError("FusedAdam cannot be copied or pickled, its state lies in buckets: use state_dict()")
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients: None until the next backward (fastest), or zeros with set_to_none=False."""
         self.buckets.zero_grad(set_to_none)
 
+    @torch._disable_dynamo  # a compiled training step breaks its graph here, as there is nothing to trace
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, *, out: str | None = None):
         """One step of every parameter that has a gradient; returns the closure's loss.
@@ -137,6 +135,8 @@ class FusedAdam(torch.optim.Optimizer):
             out: name of a state added to the buckets (``buckets.add_state("snapshot")``, of any type) that gets a
                 copy of all new weights, written by the same kernel.
         """
+        if out is not None and any(out not in bucket.flat for bucket in self.buckets):
+            raise InputError(f"out={out!r}: the buckets have no such state; call buckets.add_state({out!r}) first")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -149,7 +149,6 @@ class FusedAdam(torch.optim.Optimizer):
             self.grad_norm = squares.sqrt() if grad_scale is None else squares.sqrt() / grad_scale.to(squares.device)
         if self._amsgrad_groups() != self._amsgrad:
             self.rebind()
-        self._follow_small()
         groups, rates = self._group_table()
         touched = self.buckets.touched
         for plan in self.plans:
@@ -173,22 +172,10 @@ class FusedAdam(torch.optim.Optimizer):
             rows[g] = (*numbers, float(group["weight_decay"]), *switches)
         return rows, rates
 
-    def _follow_small(self) -> None:
-        """Where somebody wrote to a bfloat16 or float16 parameter, its master takes the new values, and keeps its
-        own where they round to them."""
-        for i in self._small:
-            p = self.buckets.params[i]
-            if p._version != self._versions[i]:
-                master = self.buckets.view("master", i)
-                master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
-                self._versions[i] = p._version
-
     def _after_step(self, index: np.ndarray) -> None:
         params = self.buckets.params
         # The kernel writes behind autograd's back: a graph that saved these weights must notice.
         torch.autograd.graph.increment_version([params[i] for i in index])
-        for i in self._small:
-            self._versions[i] = params[i]._version
         if not self._seen[index].all():
             self.publish(index)
 
@@ -222,14 +209,12 @@ class FusedAdam(torch.optim.Optimizer):
         kept = self.read_rows()
         self._amsgrad = amsgrad = self._amsgrad_groups()
         self.buckets.add_state("max_exp_avg_sq", only=lambda bucket: bucket.group in amsgrad)
-        self.buckets.add_state("master", only=_is_small)
+        self.buckets.add_state("master", only=lambda bucket: bucket.dtype != torch.float32)
         by_device: dict[torch.device, list[Bucket]] = {}
         for bucket in self.buckets:
             by_device.setdefault(bucket.device, []).append(bucket)
         self.plans = [DevicePlan(buckets, len(self.param_groups), amsgrad) for buckets in by_device.values()]
         self._row = {int(i): (plan, row) for plan in self.plans for row, i in enumerate(plan.index)}
-        self._small = [int(i) for bucket in self.buckets if _is_small(bucket) for i in bucket.index]
-        self._versions[:] = -1
         self.write_rows(kept)
         self.publish(np.flatnonzero(self._seen))
 
@@ -281,14 +266,20 @@ class FusedAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict:
         """torch.optim.Adam's layout, own copies; plus the masses (float) per parameter."""
-        saved = super().state_dict()
-        rows = self.read_rows()
-        for i, entry in saved["state"].items():
-            masses = dict(zip(MASSES, rows[i, :2].tolist(), strict=True))
-            copies = {name: value.clone() for name, value in entry.items()}
-            step = torch.tensor(rows[i, 2], dtype=torch.float32)
-            saved["state"][i] = {**copies, "step": step, **masses, "mass_step": float(rows[i, 2])}
-        return saved
+
+        def complete(_, saved: dict) -> None:
+            rows = self.read_rows()
+            for i, entry in saved["state"].items():
+                masses = dict(zip(MASSES, rows[i, :2].tolist(), strict=True))
+                copies = {name: value.clone() for name, value in entry.items()}
+                step = torch.tensor(rows[i, 2], dtype=torch.float32)
+                saved["state"][i] = {**copies, "step": step, **masses, "mass_step": float(rows[i, 2])}
+
+        hook = self.register_state_dict_post_hook(complete, prepend=True)  # others see, and may change, all of it
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads a state dict of FusedAdam, torch.optim.Adam or AdamW (masses then follow from the step
@@ -298,14 +289,31 @@ class FusedAdam(torch.optim.Optimizer):
         def take_entries(_, given: dict) -> dict:
             keys = (key for group in given["param_groups"] for key in group["params"])
             entries.extend(given["state"].get(key, {}) for key in keys)
+            self._check_entries(entries)
             return {**given, "state": {}}
 
-        # As the last of the hooks: torch would round state to the parameters' type.
-        hook = self.register_load_state_dict_pre_hook(take_entries)
+        # The last of the hooks before, as torch would round state to the parameters' type, and the first after.
+        before = self.register_load_state_dict_pre_hook(take_entries)
+        after = self.register_load_state_dict_post_hook(lambda _: self._load_entries(entries), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            hook.remove()
+            before.remove()
+            after.remove()
+
+    def _check_entries(self, entries: list[dict]) -> None:
+        for name, p, entry in zip(self.buckets.names, self.buckets.params, entries, strict=False):
+            missing = [key for key in ("step", *MOMENTS) if entry and key not in entry]
+            if missing:
+                raise InputError(f"the state dict has no {missing[0]} for {name}: it is of another kind of optimizer")
+            for key in STATE:
+                if key in entry and entry[key].shape != p.shape:
+                    raise InputError(
+                        f"{key} of {name} has the shape {tuple(entry[key].shape)} in the state dict, the parameter "
+                        f"{tuple(p.shape)}: the state dict is of another model"
+                    )
+
+    def _load_entries(self, entries: list[dict]) -> None:
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -322,6 +330,11 @@ class FusedAdam(torch.optim.Optimizer):
             betas = self.param_groups[self.buckets.group_of[i]]["betas"]
             masses = [_mass(entry, name, float(beta)) for name, beta in zip(MASSES, betas, strict=True)]
             rows[i] = *masses, float(entry["step"]), 0.0
+            if i not in self._row:  # frozen: what it will need again waits with its moments
+                for name in STATE:
+                    if name in entry:
+                        self.buckets.view(name, i).copy_(entry[name])
+                continue
             for name, view in self._views(i).items():
                 if name in entry:
                     view.copy_(entry[name])

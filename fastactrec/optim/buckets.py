@@ -102,6 +102,7 @@ class FlatBuckets:
         Values, gradients and optimizer state stay; a frozen parameter's state waits for it outside the
         buckets.
         """
+        self._look_for_strangers()
         for name, p in zip(self.names, self.params, strict=True):
             if p.requires_grad and p.dtype not in DTYPES:
                 raise InputError(
@@ -138,6 +139,7 @@ class FlatBuckets:
         self._outside = [i for i in range(len(self.params)) if i not in self._home]
         self._written = {i: grad._version for i, grad in self._grads.items()}
         self._watch = [(i, self.params[i], self.params[i].data_ptr(), g) for i, g in self._grads.items()]
+        self._grad_pointers = [grad.data_ptr() for grad in self._grads.values()]
         self.version += 1
         for listener in self.listeners:
             listener.rebind()
@@ -165,6 +167,22 @@ class FlatBuckets:
             self._hooks[i] = self.params[i].register_post_accumulate_grad_hook(self._catch(i))
         for i in self._hooks.keys() - self._home.keys():
             self._hooks.pop(i).remove()
+
+    def _look_for_strangers(self) -> None:
+        """Refuses a model that has trainable parameters outside the groups; else notes its modules and parameters."""
+        known = {id(p) for p in self.params}
+        for name, p in self.model.named_parameters() if self.model else ():
+            if p.requires_grad and id(p) not in known:
+                raise InputError(
+                    f"{name} is trainable and in no bucket's group (it came later, by load_state_dict(assign=True), a "
+                    "new layer, a parametrization or unfreezing): build FlatBuckets and the optimizer anew"
+                )
+        parts = list(self.model.modules()) if self.model else ()
+        self._tree = [(m._parameters, key, p) for m in parts for key, p in m._parameters.items()]
+        self._tree += [(m._modules, key, child) for m in parts for key, child in m._modules.items()]
+
+    def __reduce_ex__(self, protocol: int):
+        raise InputError("FlatBuckets cannot be copied or pickled: copy the model and build FlatBuckets of the copy")
 
     def release(self) -> None:
         """Stops following gradients; parameters keep their values and storage."""
@@ -261,13 +279,17 @@ class FlatBuckets:
             InputError: a view was replaced, or a frozen parameter became trainable; with the cure.
         """
         touched = self.touched.tolist()
-        for i, p, pointer, grad in self._watch:
+        for (i, p, pointer, grad), grad_pointer in zip(self._watch, self._grad_pointers, strict=True):
             own = p.grad
             if p.data_ptr() != pointer:
                 raise InputError(
                     f"{self.names[i]} no longer lies in its bucket (model.to(), .half() or an assignment to "
                     ".data replaced its storage): call buckets.rebuild() afterwards"
                 )
+            if grad.data_ptr() != grad_pointer:  # by p.grad.data = ...
+                view = self.view("grad", i)
+                grad.data = view.copy_(grad)
+                self.touched[i] |= own is grad
             if own is grad:
                 if not touched[i] and grad._version != self._written[i]:  # by hand, without a backward
                     self.touched[i] = bool(grad.any())
@@ -285,6 +307,9 @@ class FlatBuckets:
                     "DistributedDataParallel with gradient_as_bucket_view=False, and write gradients with "
                     ".grad.copy_() instead of assigning them"
                 )
+        # 20 us for the modules and parameters of a ResNet-50; torch's optimizers would train what the model forgot.
+        if any(where.get(key) is not what for where, key, what in self._tree):
+            self._look_for_strangers()
         for i in self._outside:
             if self.params[i].requires_grad:
                 raise InputError(f"{self.names[i]} was unfrozen behind the buckets' back: call buckets.rebuild()")

@@ -12,7 +12,7 @@ from .. import ops
 from .engines import Engine
 from .layout import Bucket
 
-BLOCK = 256  # elements that share a scale; ranks own whole blocks
+BLOCK = 256  # elements that share a scale (csrc/launch.h); ranks own whole blocks
 Phase = Callable[[], None]
 
 

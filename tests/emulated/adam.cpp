@@ -14,11 +14,11 @@ const char* adam_advance(int64_t seed, AdamSegment* segments, int64_t count, con
 }
 
 const char* adam_update(int64_t seed, float* weight, const void* grad, void* exp_avg, void* exp_avg_sq,
-                        float* max_exp_avg_sq, void* param, void* out, int64_t grad_type, int64_t moment_type,
+                        float* max_exp_avg_sq, const float* frozen_sq, void* param, void* out, int64_t grad_type, int64_t moment_type,
                         int64_t out_type, int64_t numel, const AdamSegment* segments, int64_t count,
                         const int32_t* first) {
   return guarded(seed, [=] {
-    cuda::adam_update(AdamBucket{weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, param, out, Dtype(grad_type),
+    cuda::adam_update(AdamBucket{weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, frozen_sq, param, out, Dtype(grad_type),
                                  Dtype(moment_type), Dtype(out_type), numel, segments, count, first},
                       nullptr);
   });
