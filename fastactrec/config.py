@@ -6,72 +6,21 @@ A config is a frozen dataclass; ``cli.py`` turns it into flags, ``config_file.py
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from .errors import InputError
+from .options import STREAMS, parse_hierarchy, parse_scales, parse_size, parse_streams, parse_weights, require
 
 MIB = 1 << 20
-STREAMS = ("rgb", "flow")
 
 Positional = tyro.conf.Positional
 _RUN_ALIAS = tyro.conf.arg(aliases=["--run-folder"])
 RunPath = Annotated[Path, _RUN_ALIAS]
 NewRunPath = Annotated[Path | None, _RUN_ALIAS]
 """--run; torchrun of Python 3.11 and older takes --run for an abbreviation of its own --run-path, hence the alias."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises InputError with the message unless the condition holds."""
-    if not condition:
-        raise InputError(message)
-
-
-def parse_streams(text: str) -> tuple[str, ...]:
-    """``"rgb,flow"`` -> ``("rgb", "flow")``; unknown, empty or repeated names are refused."""
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        require(name in STREAMS, f"--streams {text}: {name!r} is not one of {', '.join(STREAMS)}")
-    require(len(set(names)) == len(names), f"--streams {text}: a stream is named twice")
-    return names
-
-
-def parse_size(text: str) -> tuple[int, int | None]:
-    """``"short:256"`` -> (256, None): the short side. ``"340x256"`` -> (340, 256): width and height exactly."""
-    if found := re.fullmatch(r"short:(\d+)", text):
-        size = (int(found[1]), None)
-    elif found := re.fullmatch(r"(\d+)x(\d+)", text):
-        size = (int(found[1]), int(found[2]))
-    else:
-        raise InputError(f"--size {text}: give short:N (short side, pixels) or WIDTHxHEIGHT, such as 340x256")
-    require(
-        all(16 <= side <= 8192 for side in size if side is not None),
-        f"--size {text}: sides are 16 to 8192 pixels",
-    )
-    return size
-
-
-def parse_weights(text: str, streams: tuple[str, ...]) -> dict[str, float]:
-    """Fusion weights ``"rgb=1,flow=1.5"`` for the streams at hand; a stream that is not named weighs 1."""
-    weights = dict.fromkeys(streams, 1.0)
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        try:
-            number = float(value)
-        except ValueError:
-            number = -1.0
-        require(
-            name in STREAMS and 0 <= number < float("inf"),
-            f"--fusion-weights {text}: write STREAM=NUMBER, such as rgb=1,flow=1.5",
-        )
-        if name in weights:
-            weights[name] = number
-    require(sum(weights.values()) > 0, f"--fusion-weights {text}: all weights are zero")
-    return weights
 
 
 @dataclass(frozen=True)
@@ -218,8 +167,33 @@ class TrainConfig:
     only). auto: kavg when distributed."""
     period: int = 8
     """Steps between parameter averagings (K)."""
-    moments: Literal["local", "mean", "desloc", "reset"] = "desloc"
+    moments: Literal["local", "mean", "desloc", "reset", "frozen_v"] = "desloc"
     """What happens to Adam's moments at averagings."""
+    outer_lr: float = 1.0
+    """Step from the last average towards the new mean; 1 takes the mean."""
+    outer_momentum: float = 0.0
+    """Momentum of those steps, in [0, 1)."""
+    delay: int = 0
+    """Steps that are taken while an averaging is on its way; less than --period."""
+    compression: Literal["none", "bf16", "int8", "int4"] = "none"
+    """How parameters travel: as they are, or their changes in 16, 8 or 4 bits with error feedback."""
+    hierarchy: str = "none"
+    """none; auto: ranks of one machine average every PERIOD steps, all of them every 4 PERIOD; or N,C for N ranks
+    per machine and C."""
+    warmup_sync: int = 0
+    """Steps at the beginning in which gradients are averaged instead of parameters."""
+    quadratic: float = 0.0
+    """c of the period max(PERIOD, (c / lr)^2), which grows as the learning rate falls; 0: a constant period."""
+    adaptive_batch: Literal["none", "noise", "decay"] = "none"
+    """Grow the batch, by accumulating gradients, at the border of epochs: noise doubles it when the measured gradient
+    noise scale is above two batches; decay grows it by the factor by which the learning rate would have decayed."""
+    max_batch: int = 0
+    """Most clips per optimizer step, all ranks together, for --adaptive-batch; 0: eight times the first batch."""
+    batch_lr_rule: Literal["sqrt", "linear", "none"] = "sqrt"
+    """How the learning rate follows a batch that --adaptive-batch noise has made k times as large: times sqrt(k)
+    (Adam's rule), k, or 1."""
+    noise_every: int = 64
+    """Optimizer steps from one measurement of the gradient noise scale to the next."""
     bucket_mib: int = 25
     """Size of a flat bucket, MiB."""
     test_segments: int = 25
@@ -253,7 +227,7 @@ class TrainConfig:
             require(path is None or path.exists(), f"--{name.replace('_', '-')} {path}: no such file")
         for name, least in {
             "base_width": 8, "flow_length": 1, "segments": 1, "crop": 40, "epochs": 1, "batch": 1, "period": 1,
-            "bucket_mib": 1, "test_segments": 1, "workers": 1, "log_every": 1,
+            "bucket_mib": 1, "test_segments": 1, "workers": 1, "log_every": 1, "noise_every": 1,
         }.items():  # fmt: skip
             value = getattr(self, name)
             require(value >= least, f"--{name.replace('_', '-')} {value}: must be at least {least}")
@@ -264,20 +238,29 @@ class TrainConfig:
         require(0 <= self.label_smoothing < 1, f"--label-smoothing {self.label_smoothing}: must be in [0, 1)")
         require(self.warmup_epochs >= 0, f"--warmup-epochs {self.warmup_epochs}: must be 0 or more")
         require(self.clip_norm >= 0, f"--clip-norm {self.clip_norm}: must be 0 (off) or more")
+        for name in ("outer_lr", "outer_momentum", "delay", "compression", "hierarchy", "warmup_sync", "quadratic"):
+            value, off = getattr(self, name), getattr(TrainConfig, name)
+            require(
+                value == off or self.sync in ("auto", "kavg"),
+                f"--{name.replace('_', '-')} {value}: goes with --sync kavg",
+            )
+        parse_hierarchy(self.hierarchy)
+        self.check_max_batch(1)
+        for name in ("max_batch", "batch_lr_rule", "noise_every"):
+            wanted = "noise or decay" if name == "max_batch" else "noise"
+            require(
+                getattr(self, name) == getattr(TrainConfig, name) or self.adaptive_batch in wanted.split(" or "),
+                f"--{name.replace('_', '-')} {getattr(self, name)}: goes with --adaptive-batch {wanted}",
+            )
         require("/" not in self.name and self.name not in (".", ".."), f"--name {self.name}: a plain folder name")
 
-
-def parse_scales(text: str) -> tuple[float, ...]:
-    """``"1,0.875"`` -> (1.0, 0.875): each in (0, 1]."""
-    try:
-        scales = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        scales = ()
-    require(
-        bool(scales) and all(0 < s <= 1 for s in scales),
-        f"--scales {text}: numbers in (0, 1], comma-separated",
-    )
-    return scales
+    def check_max_batch(self, ranks: int) -> None:
+        """Raises InputError when the first batch of so many ranks is larger than the largest allowed."""
+        first = f"--batch {self.batch}" + (f" on {ranks} ranks is {ranks * self.batch} clips" if ranks > 1 else "")
+        require(
+            self.max_batch == 0 or self.max_batch >= ranks * self.batch,
+            f"--max-batch {self.max_batch}: {first} already; give 0 (eight times that) or more",
+        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from .data.pack import Pack, open_pack
 from .data.synthetic import make_synthetic
 from .engine.evaluation import Protocol, describe, evaluate, write_results
 from .engine.run_folder import RunFolder
-from .engine.trainer import StreamTrainer, stream_spec
+from .engine.trainer import StreamTrainer, averaging_options, stream_spec
 from .engine.world import World, open_world
 from .errors import InputError
 from .models.streams import read_stream, require_fit
@@ -29,6 +29,10 @@ def run(config: TrainConfig) -> None:
     start = time.monotonic()
     one_rank_only = "--sync none trains on one process; use --sync kavg or ddp" if config.sync == "none" else ""
     with open_world(config.device, one_rank_only) as world:
+        config.check_max_batch(world.size)
+        averaging_options(config)
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun --max-restarts started us once more
+            config = dataclasses.replace(config, resume=True)
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "fastactrec"
 # "": the package itself, for __version__
-ANYONE = {"config", "config_file", "errors", "files", "machine", "phases", "progress", ""}
+ANYONE = {"config", "config_file", "errors", "files", "machine", "options", "phases", "progress", ""}
 ALLOWED = {
     "ops": {"_ext"},
     "data": {"ops"},

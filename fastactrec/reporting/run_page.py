@@ -176,6 +176,11 @@ def curves_section(run: RunFiles) -> Markup:
         epoch_chart("Top-1", accuracy, seen, y_range=(0.0, 1.0), tick=_whole_percent),
         epoch_chart("Learning rate", epoch_lines(run, "lr"), "At the end of each epoch.", y_range=(0.0, None)),
     ]
+    batches = epoch_lines(run, "batch")
+    if len({size for series in batches for size in series.y}) > 1:
+        told = "Clips per optimizer step, all ranks; solid: the batch, the other: the gradient noise scale."
+        noise = epoch_lines(run, "noise_scale", 1, " noise scale")
+        figures.append(epoch_chart("Batch", batches + noise, told, y_range=(0.0, None)))
     return section("Training", el("div", figures, class_="figures"))
 
 
