@@ -27,15 +27,18 @@ class Arm:
 
     @property
     def turns(self) -> int:
-        """How often it is its turn: a whole cycle of desloc's moments, else once or twice, WINDOW steps in all."""
+        """How often it is its turn: a whole cycle of desloc's moments, else WINDOW steps in all; those without
+        communication oftener, for they cost little and the others are held against them."""
         if self.options.get("moments") == "desloc":
             return 6
+        if self.kind == "alone":
+            return 4
         return 2 if self.period < WINDOW else 1
 
     @property
     def steps(self) -> int:
         """Of one turn; whole rounds."""
-        return WINDOW // 2 if self.turns == 2 else WINDOW
+        return WINDOW // 2 if self.period < WINDOW else WINDOW
 
     @property
     def lead(self) -> int:
