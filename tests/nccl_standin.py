@@ -25,7 +25,8 @@ def build_all(folder: Path) -> tuple[Path, Path]:
     sources = ["tests/emulated/nccl_standin.cpp", str(unused)]
     standin = emulated.build(sources, flags=["-Wl,-soname,libnccl.so.2"]).path
     sources = ["csrc/cuda/nccl.cpp", "csrc/bindings/nccl.cpp", "tests/emulated/nccl_module.cpp"]
-    flags = [*(f"-I{path}" for path in includes), "-fvisibility=hidden"]
+    # a domain of its own: the extension, where it was built with CUDA, has types of the same names
+    flags = [*(f"-I{path}" for path in includes), "-fvisibility=hidden", "-DNB_DOMAIN=nccl_emulated"]
     module = emulated.build([*sources, str(root / "src" / "nb_combined.cpp")], flags=flags).path
     made = folder / "libnccl.so.2", folder / "nccl_emulated.so"
     for source, target in zip((standin, module), made, strict=True):
