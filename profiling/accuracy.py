@@ -56,6 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default: 3)")
     parser.add_argument("--epochs", type=int, default=Settings.epochs, help="epochs of every arm")
     parser.add_argument("--passes", type=int, default=Settings.passes, help="passes over the clips in an epoch")
+    parser.add_argument("--folds", type=int, default=Settings.folds, help="parts of the clips, each tested once")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per core)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after this time")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results",
@@ -130,7 +131,7 @@ class Study:
 
     def __init__(self, options: argparse.Namespace, packs: dict[str, Path]):
         self.options, self.packs = options, packs
-        self.settings = Settings(epochs=options.epochs, passes=options.passes)
+        self.settings = Settings(epochs=options.epochs, passes=options.passes, folds=options.folds)
         self.deadline = time.time() + 60 * options.minutes
         self.journal = options.packs / "accuracy.jsonl"
         if self.journal.is_file():  # a run that was killed while it wrote its line has not been
@@ -170,7 +171,7 @@ class Study:
         """Training and validation clips inside a fold's training clips, by group."""
         outer = self.training_clips(data, fold)
         groups = [self.clips[data][i][0] for i in outer]
-        validation = {outer[k] for k in folds_by_group(groups, self.settings.folds, seed=1)[0]}
+        validation = {outer[k] for k in folds_by_group(groups, self.settings.inner_folds, seed=1)[0]}
         return [i for i in outer if i not in validation], sorted(validation)
 
     def task(self, data: str, fold: int, seed: int, train, test, runs) -> Task:
@@ -234,7 +235,7 @@ class Study:
     def write(self) -> None:
         """The table of what the journal holds, as JSON, Markdown and PNG."""
         runs = [run for run in self.lines() if run["fold"] >= 0 and run["seed"] < self.options.seeds]
-        table = analyse(runs, self.clips, [arm.name for arm in arms(True)], BASELINE)
+        table = analyse(runs, self.clips, [arm.name for arm in arms(True)], BASELINE) if runs else {}
         if not table:
             print("no arm is complete yet")
             return

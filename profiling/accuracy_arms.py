@@ -31,12 +31,14 @@ class Settings:
     flow_length: int = 5
     segments: int = 3
     test_segments: int = 5
-    passes: int = 4
+    passes: int = 5
     """Passes over the training clips in an epoch, at whose end everything is averaged."""
     epochs: int = 6
     batch: int = 4
     """Clips per rank and step."""
-    folds: int = 3
+    folds: int = 2
+    inner_folds: int = 3
+    """One of them validates, the rest train, in the search of the learning rate."""
     bucket_kib: int = 512
 
 

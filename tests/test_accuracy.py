@@ -152,14 +152,15 @@ def test_command_on_a_synthetic_pack(launch, tmp_path):
     """Two arms, one seed; then again, which must find everything done."""
     from fastactrec.data.synthetic import make_synthetic
 
-    make_synthetic(tmp_path / "videos", clips_per_class_train=3, clips_per_class_test=0, seed=0, frames=8)
+    make_synthetic(tmp_path / "videos", clips_per_class_train=4, clips_per_class_test=0, seed=0, frames=8)
     pack = tmp_path / "packs" / "synthetic"
     source = tmp_path / "videos"
     made = launch("-m", "fastactrec.prepare", source, "--out", pack, "--size", "short:64", "--bound-px", 10)
     assert made.returncode == 0, made.stderr
     words = (
         PROFILING / "accuracy.py", "--packs", tmp_path / "packs", "--only", "synthetic", "--out", tmp_path / "results",
-        "--name", "here", "--arms", "sync;K=2 desloc", "--seeds", 1, "--epochs", 1, "--passes", 1, "--workers", 1,
+        "--name", "here", "--arms", "sync;K=2 desloc", "--seeds", 1, "--epochs", 1, "--passes", 1, "--folds", 2,
+        "--workers", 1,
     )  # fmt: skip
     done = launch(*words)
     assert done.returncode == 0, done.stderr
