@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -230,6 +231,8 @@ class Study:
             for future in as_completed([pool.submit(work, task, self.journal) for task in tasks]):
                 done += future.result()
                 print(f"{what}: {done}/{total} runs", flush=True)
+        if done < total:
+            print(f"{what}: stopped with {total - done} runs to do; the same command continues")
         return done == total
 
     def write(self) -> None:
@@ -260,7 +263,7 @@ class Study:
             "arms": table,
         }  # fmt: skip
         self.options.out.mkdir(parents=True, exist_ok=True)
-        machine = self.options.name or "".join(c if c.isalnum() else "-" for c in cpu_model()).strip("-").lower()
+        machine = self.options.name or re.sub("[^a-z0-9]+", "-", cpu_model().lower()).strip("-")
         stem = self.options.out / f"accuracy-{machine}"
         text = markdown(table, sorted(self.packs))
         stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")

@@ -106,8 +106,8 @@ def analyse(runs: list[dict], clips: dict[str, list[tuple[str, int]]], order: Se
 def markdown(table: dict[str, dict], datasets: Sequence[str]) -> str:
     """The table for people, the arms in the order of the study."""
     parts = ["both", *(datasets if len(datasets) > 1 else ())]
-    titles = [f"{part}: accuracy (seeds) | loss | bound" for part in parts]
-    head = "| arm | sent | " + " | ".join(titles) + f" | bound <= {ALLOWED_POINTS:g} |"
+    titles = [f"{part}: accuracy, % (seeds) | points lost | bound" for part in parts]
+    head = f"| arm | sent | training loss | test loss | {' | '.join(titles)} | bound <= {ALLOWED_POINTS:g} |"
     lines = [head, "|" + " --- |" * (head.count("|") - 1)]
     for arm, row in table.items():
         cells = [
@@ -115,7 +115,9 @@ def markdown(table: dict[str, dict], datasets: Sequence[str]) -> str:
             f"{r['bound_points']:+.1f}"
             for r in (row[part] for part in parts)
         ]
-        lines.append(f"| {arm} | {row['sent']:.3f} | {' | '.join(cells)} | {'yes' if row['within'] else 'no'} |")
+        losses = f"{row['training_loss']:.3f} | {row['cross_entropy']:.3f}"
+        verdict = "yes" if row["within"] else "no"
+        lines.append(f"| {arm} | {row['sent']:.3f} | {losses} | {' | '.join(cells)} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 

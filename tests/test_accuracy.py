@@ -139,7 +139,9 @@ def test_analysis_pools_folds_and_seeds():
     assert not table["arm"]["within"]
     assert table["base"]["both"]["bound_points"] == 0
     assert table["base"]["within"]
-    assert "| arm | 0.250 | 87.5 (75.0 to 100.0) | +12.5 | +25.0 | no |" in analysis.markdown(table, ["d"])
+    assert "| arm | 0.250 | 1.000 | 1.000 | 87.5 (75.0 to 100.0) | +12.5 | +25.0 | no |" in analysis.markdown(
+        table, ["d"]
+    )
 
 
 def test_names_of_arms_are_unique_and_default_is_part_of_full():
