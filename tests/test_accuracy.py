@@ -21,6 +21,7 @@ import lockstep
 PROFILING = Path(lockstep.__file__).parent
 
 
+@pytest.mark.slow
 def test_lockstep_is_gloo_bit_for_bit(tmp_path):
     """Three ranks: with two, the order of additions would not matter."""
     mp.spawn(ranks.run, (3, str(tmp_path)), nprocs=3)
@@ -150,6 +151,7 @@ def test_names_of_arms_are_unique_and_default_is_part_of_full():
     assert full[: len(short)] == short
 
 
+@pytest.mark.slow
 def test_command_on_a_synthetic_pack(launch, tmp_path):
     """Two arms, one seed; then again, which must find everything done."""
     from fastactrec.data.synthetic import make_synthetic
