@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -12,15 +11,6 @@ import fastactrec as far
 SIZES = [0, 1, 31, 255, 257, 40_000]  # the last is larger than the bucket of 64 KiB
 BUCKET_BYTES = 1 << 16
 HYPER = {"lr": 2e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.05}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """torch's own small operations gain nothing from more, and lose much on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def torch_adam(decoupled):

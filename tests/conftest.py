@@ -56,6 +56,17 @@ def device(request) -> str:
     return request.param
 
 
+@pytest.fixture
+def one_thread():
+    """Small operations gain nothing from more, and lose much on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Under REQUIRE_CUDA=1, for machines that have a GPU, a test for it that skips has failed."""

@@ -3,7 +3,6 @@
 import copy
 import itertools
 
-import adam_cases
 import numpy as np
 import pytest
 import torch
@@ -24,7 +23,7 @@ from adam_cases import (
 
 import fastactrec as far
 
-one_thread = adam_cases.one_thread
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SWITCHES = list(itertools.product([False, True], repeat=3))  # decoupled, amsgrad, maximize
 

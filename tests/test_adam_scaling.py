@@ -10,7 +10,7 @@ from torch import nn
 
 import fastactrec as far
 
-one_thread = adam_cases.one_thread
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 INF, NAN = float("inf"), float("nan")
 

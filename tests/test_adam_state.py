@@ -23,7 +23,7 @@ from torch import nn
 
 import fastactrec as far
 
-one_thread = adam_cases.one_thread
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = [torch.bfloat16, torch.float16]
 

@@ -29,7 +29,9 @@ WORDS = {
 
 
 def table() -> dict[tuple[str, str], str]:
-    lines = [line for line in Path("docs/averaging.md").read_text().splitlines() if line.startswith("|")]
+    page = Path(__file__).resolve().parent.parent / "docs" / "averaging.md"
+    chapter = page.read_text().partition("## Which options go together")[2]
+    lines = [line for line in chapter.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {(row[0], column): cell for row in rows[2:] for column, cell in zip(rows[0][1:], row[1:], strict=True)}
 

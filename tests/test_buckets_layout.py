@@ -1,6 +1,5 @@
 """Where FlatBuckets puts parameters: by group and type, aligned; what it refuses; changes of type and memory format."""
 
-import adam_cases
 import pytest
 import torch
 from adam_cases import (
@@ -17,7 +16,7 @@ from torch import nn
 
 import fastactrec as far
 
-one_thread = adam_cases.one_thread
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_grouping_by_group_and_type_with_aligned_parameters():

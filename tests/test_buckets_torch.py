@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 
-import adam_cases
 import pytest
 import torch
 from adam_cases import (
@@ -26,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastactrec as far
 
-one_thread = adam_cases.one_thread
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trained(make=mlp, steps=4, **options):

@@ -25,13 +25,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # far::Dtype
 SQUARES_CHUNK = 1 << 14
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small operations gain nothing from more, and lose much on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "sanitized"])

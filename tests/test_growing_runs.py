@@ -34,15 +34,6 @@ def test_the_command_line_refuses(words, said, capsys):
     assert said in lines[0]
 
 
-@pytest.fixture
-def one_thread():
-    """Threads that wait for each other make these tiny networks ten times slower on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 QUICK = [
     "--base-width", 8, "--crop", 40, "--epochs", 4, "--batch", 2, "--segments", 1, "--test-segments", 1,
     "--test-crops", 1, "--log-every", 1, "--streams", "rgb", "--workers", 1, "--dropout", 0.3, "--warmup-epochs", 0.5,

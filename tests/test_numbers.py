@@ -1,6 +1,5 @@
 """bfloat16 and half of csrc/kernels/number.h, through the optimizer: rounding to nearest, and at random for moments."""
 
-import adam_cases
 import numpy as np
 import pytest
 import torch
@@ -8,7 +7,7 @@ from adam_cases import all_same, bits, everything, leaves, same, step_with
 
 import fastactrec as far
 
-one_thread = adam_cases.one_thread
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = [torch.bfloat16, torch.float16]
 BF16_STEP = 2.0**-7  # between neighbours in [1, 2)
