@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import source_tree
 
-SCRIPT = Path(__file__).resolve().parent.parent / "profiling" / "kernel_resources.py"
-if not SCRIPT.exists():
-    pytest.skip("the source tree is not here", allow_module_level=True)
-spec = importlib.util.spec_from_file_location("kernel_resources", SCRIPT)
-resources = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(resources)
+resources = source_tree.load("profiling/kernel_resources.py")
 
 # Registers per thread: 64 let four blocks of 256 threads live on a multiprocessor, enough to hide memory latency.
 REGISTERS = {

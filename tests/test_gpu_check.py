@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+import source_tree
 
-PROFILING = Path(__file__).resolve().parent.parent / "profiling"
-if not PROFILING.is_dir():
-    pytest.skip("the source tree is not here", allow_module_level=True)
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, PROFILING / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+PROFILING = source_tree.script("profiling/gpu_check.py").parent
 
 
 @pytest.fixture(scope="module")
 def cases():
-    return load("gpu_cases")
+    return source_tree.load("profiling/gpu_cases.py")
 
 
 @pytest.fixture(scope="module")
 def check():
-    return load("gpu_check")
+    return source_tree.load("profiling/gpu_check.py")
 
 
 def test_without_a_gpu_it_ends_well_and_says_what_it_skipped(tmp_path):

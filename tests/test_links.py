@@ -1,6 +1,5 @@
 """Limited links for benchmarks (bench/links.py): namespaces come and go, and the limit limits."""
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -9,13 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+import source_tree
 
-SCRIPT = Path(__file__).resolve().parent.parent / "bench" / "links.py"
-if not SCRIPT.is_file():
-    pytest.skip("the source tree is not here", allow_module_level=True)
-_spec = importlib.util.spec_from_file_location("links", SCRIPT)
-links_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(links_module)
+SCRIPT = source_tree.script("bench/links.py")
+links_module = source_tree.load("bench/links.py")
 
 HOLDS_LINKS = f"""
 import importlib.util, sys, time

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
+import source_tree
 
-PROFILING = Path(__file__).resolve().parent.parent / "profiling"
-if not PROFILING.is_dir():
-    pytest.skip("the source tree is not here", allow_module_level=True)
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, PROFILING / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-links_arms, links_report = load("links_arms"), load("links_report")
+PROFILING = source_tree.script("profiling/links.py").parent
+links_arms = source_tree.load("profiling/links_arms.py")
+links_report = source_tree.load("profiling/links_report.py")
 ARMS = links_arms.arms(delay=8)
 SIZES = {"ranks": 4, "elements": 1024, "batch_norm": 10}
 

@@ -117,7 +117,6 @@ class CompressedMean:
         sizes = [ops.payload_bytes(piece.stop - piece.start, bits) for piece in pieces]
         key = (id(bucket), name)
         if key not in self._payloads:
-            new = torch.empty if not is_param else torch.zeros
             owned = pieces[mine].stop - pieces[mine].start
             self._payloads[key] = (
                 torch.empty(sum(sizes), dtype=torch.uint8, device=bucket.device),
@@ -126,7 +125,7 @@ class CompressedMean:
                 torch.empty(max(sizes), dtype=torch.uint8, device=bucket.device),
                 torch.empty(self.engine.world, max(sizes), dtype=torch.uint8, device=bucket.device),
             )
-            self._owned[key] = new(owned if is_param else 0, device=bucket.device)
+            self._owned[key] = torch.zeros(owned if is_param else 0, device=bucket.device)
         sent, received, total, reply, replies = self._payloads[key]
         for piece, part in zip(pieces, sent.split(sizes), strict=True):
             if weight == 0:  # zeros decode to nothing, whatever lies in the parameters
